@@ -55,9 +55,10 @@ CODES: Final[dict[str, Code]] = {
     "malformed_json": Code(400, "The body is not a JSON object.", "Send a JSON object."),
     "invalid_capture": Code(400, "The spec has a field or value that is not valid, or that this model cannot serve.",
                             "Change what the message names."),
-    "invalid_edit": Code(400, "The edits are not valid, or this model cannot make them. What only the engine can tell "
-                         "comes with vLLM's own code, and `param`; so does lack of room for rows of edits, where the "
-                         "message says whether to ask again.", "Change what the message names."),
+    "invalid_edit": Code(400, "The edits are not valid, or this model cannot make them. If only the engine can detect "
+                         "the fault, the answer has vLLM's own code, and `param`. The same holds if there is no room "
+                         "for rows of edits. The message then says whether to ask again.",
+                         "Change what the message names."),
     "not_armed": Code(400, "The engine was started without this tap, or without this place armed for edits.",
                       "Ask for armed sites (`GET /v1/capabilities`), or start the engine with more in `--arm` or "
                       "`--edit`."),

@@ -104,41 +104,43 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("ipc://", "tcp://")):
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: must be ipc://PATH, or tcp://HOST:PORT of a writer "
-                             "on another host, or both with | between them")
+                             "on another host, or both in this order with | between them")
         if self.endpoint.startswith("tcp://") and self.endpoint.count(":") > 2 and "[" not in self.endpoint:
-            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: an address of IPv6 stands in brackets, as in "
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: put an IPv6 address in brackets, as in "
                              "tcp://[2001:db8::1]:5570")
         if self.endpoint.startswith("tcp://") != (self.curve is not None):
-            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}, VLLM_TAP_CURVE={str(self.curve or '')!r}: a writer "
-                             "on another host (tcp://) needs a folder of keys, and no other does; `vllm-tap curve-keys "
-                             "NAME` makes it there")
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}, VLLM_TAP_CURVE={str(self.curve or '')!r}: set "
+                             "VLLM_TAP_CURVE to a folder of keys for a writer on another host (tcp://), and to nothing "
+                             "for one on this host (ipc://); `vllm-tap curve-keys NAME` on the writer's host makes "
+                             "keys")
         if self.curve is not None:
             try:
                 check_sender(self.curve)
             except StartError as error:
                 raise StartError(f"VLLM_TAP_CURVE={str(self.curve)!r}: {error}") from None
         if (folder := _no_folder(self.endpoint)) is not None:
-            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: {folder} is not a folder, so no writer can listen "
-                             "there")
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: no writer can listen there, because {folder} is "
+                             "not a folder; name another path")
         if len(self.endpoint) - len("ipc://") > _SOCKET_PATH_MAX:
-            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket path has at most {_SOCKET_PATH_MAX} "
-                             "characters")
+            raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket's path has at most {_SOCKET_PATH_MAX} "
+                             "characters; name a shorter one")
         check_one_of("VLLM_TAP_ON_FULL", self.on_full, OnFull)
         if self.name:
             check_name(ENGINE, self.name)
         if self.capture_all and legacy.SITE not in layers_by_site(self.arm):
-            raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: must have {legacy.SITE}, which VLLM_ACT_CAPTURE=1 "
-                             "captures")
+            raise StartError(f"VLLM_TAP_ARM={','.join(self.arm)!r}: VLLM_ACT_CAPTURE=1 captures {legacy.SITE}; add it "
+                             "to VLLM_TAP_ARM")
         if not 1 <= self.edit_depth <= limits.edit_depth_max:
             raise StartError(f"VLLM_TAP_EDIT_DEPTH={self.edit_depth}: must be 1 to {limits.edit_depth_max}")
         if not 0 <= self.edit_rows <= limits.edit_rows_max:
             raise StartError(f"VLLM_TAP_EDIT_ROWS={self.edit_rows}: must be 0 to {limits.edit_rows_max}")
         if self.vectors and not self.edit:
-            raise StartError(f"VLLM_TAP_VECTORS={self.vectors[0]}: nothing is armed that an edit could use it at; set "
-                             "VLLM_TAP_EDIT (--edit)")
+            raise StartError(f"VLLM_TAP_VECTORS={self.vectors[0]}: no site is armed for edits, so no request could use "
+                             "this vector; set VLLM_TAP_EDIT (--edit)")
         for name, value in (("RING", self.ring_bytes), ("SCRATCH", self.scratch_bytes)):
             if value != 0 and value < 4 * _MIB:
-                raise StartError(f"VLLM_TAP_{name}_BYTES={value}: at least {4 * _MIB}, or 0: what the model needs")
+                raise StartError(f"VLLM_TAP_{name}_BYTES={value}: must be at least {4 * _MIB}, or 0, which lets the "
+                                 "engine choose")
 
     def salt(self) -> str:
         """Text that tells one traced graph from another in vLLM's compile caches."""
@@ -154,8 +156,8 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
     endpoint = environment.get("VLLM_TAP_ENDPOINT", "")
     capture_all = legacy.capture_all(environment)
     if not endpoint and capture_all:
-        raise StartError("VLLM_ACT_CAPTURE=1: captures need a writer, and VLLM_TAP_ENDPOINT names none; "
-                         "`vllm-tap serve` starts one beside the engine")
+        raise StartError("VLLM_ACT_CAPTURE=1: captures need a writer, and VLLM_TAP_ENDPOINT is not set; set it to the "
+                         "writer's address, or use `vllm-tap serve`, which starts one")
     if not endpoint:
         return None
     endpoint, curve = nearest(endpoint, environment.get("VLLM_TAP_CURVE", ""))
@@ -189,15 +191,16 @@ def nearest(endpoint: str, curve: str = "") -> tuple[str, str]:
         return endpoint, curve
     if not (here.startswith("ipc:///") and there.startswith("tcp://")) or {"|", " "} & set(there + here) or (
             len(here) - len("ipc://") > _SOCKET_PATH_MAX):
-        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: of two, the first must be ipc:///PATH of the writer, of at "
-                         f"most {_SOCKET_PATH_MAX} characters, then | and tcp://HOST:PORT of the same one")
+        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: two addresses must be ipc:///PATH|tcp://HOST:PORT of the "
+                         f"same writer, with a PATH of at most {_SOCKET_PATH_MAX} characters")
     if _listens(here.removeprefix("ipc://")):
         return here, ""
     try:
         check_sender(Path(curve))
     except StartError as error:
-        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: no writer listens at {here}: if this is its host, start it "
-                         f"first; on any other, VLLM_TAP_CURVE={curve!r} must name a folder of keys: {error}") from None
+        raise StartError(f"VLLM_TAP_ENDPOINT={endpoint!r}: no writer listens at {here}. On the writer's host, start "
+                         f"the writer first. On another host, set VLLM_TAP_CURVE={curve!r} to a folder of keys: {error}"
+                         ) from None
     return there, curve
 
 
@@ -210,12 +213,12 @@ def _listens(path: str) -> bool:
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):  # none, or one that a dead writer left
             return False
         except OSError as error:
-            raise StartError(f"VLLM_TAP_ENDPOINT: whether a writer listens at {path} cannot be told: "
-                             f"{error.strerror or error}") from None
+            raise StartError(f"VLLM_TAP_ENDPOINT: the socket {path} cannot be opened: {error.strerror or error}"
+                             ) from None
         owner = struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     if owner not in (os.geteuid(), 0):
-        raise StartError(f"VLLM_TAP_ENDPOINT: {path} is another user's (uid {owner}; this engine's is {os.geteuid()}): "
-                         "name a path that nobody else uses")
+        raise StartError(f"VLLM_TAP_ENDPOINT: the socket {path} belongs to user {owner}, and the engine runs as user "
+                         f"{os.geteuid()}; name a path that no other user has")
     return True
 
 
@@ -237,10 +240,11 @@ def untested(vllm_version: str, on_gpu: bool) -> str:
     match = _VERSION.match(vllm_version)
     version = (int(match[1]), int(match[2])) if match else (0, 0)
     if not TESTED_VERSIONS[0] <= version <= TESTED_VERSIONS[1]:
-        return f"vLLM {vllm_version} is outside the tested range {_range(TESTED_VERSIONS)}; the self-test decides"
+        return (f"vLLM {vllm_version} is outside the tested range {_range(TESTED_VERSIONS)}; the start-up self-test "
+                "decides whether the engine starts")
     if on_gpu and not TESTED_ON_GPU[0] <= version <= TESTED_ON_GPU[1]:
-        return (f"vLLM {vllm_version} is tested on the CPU alone; tested on a GPU: {_range(TESTED_ON_GPU)}; "
-                "the self-test decides")
+        return (f"vLLM {vllm_version} is tested on a CPU only, and {_range(TESTED_ON_GPU)} on a GPU; the start-up "
+                "self-test decides whether the engine starts")
     return ""
 
 
@@ -261,4 +265,4 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
     try:
         return int(text) if text else default
     except ValueError:
-        raise StartError(f"{name}={text!r}: must be a number of bytes") from None
+        raise StartError(f"{name}={text!r}: must be a whole number") from None

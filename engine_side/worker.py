@@ -118,17 +118,17 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
               for site, buffer in staging.buffers.items()) if staging.buffers else 0
     for name, value, among in (("RING", config.ring_bytes, ranks), ("SCRATCH", config.scratch_bytes, 1)):
         if 0 < value < 4 * row * among:
-            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: a row of all layers has {row * among} bytes; at least "
-                             f"{4 * row * among}")
+            raise StartError(f"VLLM_TAP_{name}_BYTES={value}: must be at least {4 * row * among}, four rows of all "
+                             f"layers ({row * among} bytes each)")
     nbytes, why = ring_size(config, 0 if scratch is None else scratch.capacity)
     size = nbytes // ranks
-    logger.info("vllm-tap: a ring of %s MiB for rows on their way to the writer: %s%s", f"{size / 2**20:,.0f}", why,
+    logger.info("vllm-tap: the ring to the writer has %s MiB: %s%s", f"{size / 2**20:,.0f}", why,
                 f"; shared by {ranks} ranks" if ranks > 1 else "")
     try:
         return Ring(size, pinned=scratch is not None), why
     except OSError as error:
-        raise StartError(f"vllm-tap: no ring of {size / 2**20:,.0f} MiB in shared memory ({error}): lower "
-                         "VLLM_TAP_RING_BYTES, or give /dev/shm more (containers: --shm-size)") from None
+        raise StartError(f"vllm-tap: shared memory has no room for a ring of {size / 2**20:,.0f} MiB ({error}); lower "
+                         "VLLM_TAP_RING_BYTES, or enlarge /dev/shm (containers: --shm-size)") from None
 
 
 def ring_size(config: EngineConfig, step: int) -> tuple[int, str]:
@@ -158,7 +158,7 @@ def stop() -> None:
     try:
         current.recorder.flush()
     except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too
-        logger.exception("vllm-tap: rows on the device were not brought to the host at the end")
+        logger.exception("vllm-tap: the engine ends, and copying its last rows from the GPU failed; they are missing")
     current.sender.close()
     kernels.forget()  # all that was launched is over: its rows have crossed
     matrices.forget()

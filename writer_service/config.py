@@ -43,7 +43,7 @@ class Config:
             raise StartError(f"--store = {url!r}: {NOT_A_FOLDER}")
         check_one_of("--durability", self.durability, Durability)
         if self.segment_bytes < limits.section_align_bytes:
-            raise StartError(f"--segment-bytes = {self.segment_bytes}: at least {limits.section_align_bytes}")
+            raise StartError(f"--segment-bytes = {self.segment_bytes}: must be at least {limits.section_align_bytes}")
         check_positive("--seal-idle-s", self.seal_idle_s)
         check_positive("--engine-lost-s", self.engine_lost_s)
         check_positive("--keep-s", self.keep_s)
@@ -59,8 +59,8 @@ class Config:
             raise StartError(f"--listen = {self.listen!r}: must be tcp://HOST:PORT")
         if bool(self.listen) != (self.curve is not None):
             # Without keys anybody on the network could write into the store.
-            raise StartError("--listen and --curve go together: the address, and the folder of keys of who may come "
-                             "(`vllm-tap curve-keys NAME` makes them)")
+            raise StartError("--listen and --curve go together: give an address, and the folder with the keys of "
+                             "engines that may connect (`vllm-tap curve-keys NAME` makes them)")
         if len(rest.encode()) > ipc_path_bytes_max:
-            raise StartError(f"--endpoint = {self.endpoint!r}: {len(rest.encode())} bytes of path, the limit "
-                             f"is {ipc_path_bytes_max}; use a folder below the temporary directory")
+            raise StartError(f"--endpoint = {self.endpoint!r}: the path has {len(rest.encode())} bytes, the limit "
+                             f"is {ipc_path_bytes_max}; name a shorter path, such as one below /tmp")

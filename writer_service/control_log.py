@@ -202,8 +202,8 @@ def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, Lo
         try:
             entry = unpack(_decoder, body)
         except msgspec.MsgspecError as error:
-            raise StoreError("read control log", path, f"at byte {offset} a record that this version does not know "
-                             f"({error})", "a newer version wrote it: run that one, or one newer still") from None
+            raise StoreError("read control log", path, f"the record at byte {offset} is unknown to this version "
+                             f"({error})", "a newer version wrote it; run that version") from None
         yield end, entry
         offset = end
 

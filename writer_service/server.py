@@ -192,7 +192,7 @@ class Writer:
             self._journal.rate.begin(self._journal.folder)
         if self._journal.catalog.failed is not None:
             raise StoreError("write catalog", self.config.store / "catalog.sqlite", self._journal.catalog.failed,
-                             "start again: a damaged catalog is rebuilt")
+                             "restart the writer; it rebuilds a damaged catalog")
 
     def _take_upkeep(self, now: float) -> None:
         """Let quota and captures follow what upkeep found."""

@@ -39,9 +39,10 @@ def check_encoders() -> None:
             try:
                 found = callable(_module(family).encode)
             except Exception as error:  # whatever a module of somebody else's raises
-                raise StartError(f"codec {family.name}: its encoder {family.encoder} cannot be had: {error}") from None
+                raise StartError(f"codec {family.name}: its encoder {family.encoder} cannot be imported: "
+                                 f"{error}") from None
             if not found:
-                raise StartError(f"codec {family.name}: {family.encoder}.encode is no function")
+                raise StartError(f"codec {family.name}: {family.encoder}.encode must be a function")
 
 
 def encoder(identity: str) -> Encoder:

@@ -60,7 +60,8 @@ def ensure(key: Key, in_use: Collection[Key]) -> None:
         unused = next((other for other in others if other not in in_use), None)
         if unused is None:
             raise MemoryError(f"{name}:k={k},seed={seed} at width {width}: no room for its matrix of "
-                              f"{_nbytes(key) / 2**20:.1f} MiB beside those in use, {KEPT_BYTES_MAX >> 20} MiB in all")
+                              f"{_nbytes(key) / 2**20:.1f} MiB beside those in use; the limit is "
+                              f"{KEPT_BYTES_MAX >> 20} MiB in all")
         del _kept[unused]
         others.remove(unused)
     _kept[key] = torch.tensor(_matrix(key) if made is None else made, device=device)

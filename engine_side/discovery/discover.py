@@ -33,6 +33,7 @@ from engine_side.tap import taps
 from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
 from schemas.errors import StartError
 
+FAILED: Final = "the search for its sites failed: "  # in front of the reason
 ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
 
 
@@ -140,12 +141,12 @@ class Discovery:
             there = [term for term in terms if term is not None and total is not None and term.shape == total.shape]
             if total is not None and len(there) == len(terms) and \
                     (off := apart(total, torch.stack(there).sum(0))) > SUM_ROUNDINGS * self.tolerance:
-                self._wrong.append(f"{site}.{number} is off by {off:.1e} of what it must add up to")
+                self._wrong.append(f"{site}.{number} differs by {off:.1e} from the sum of its parts")
         self._handed_on = post
 
     def _look_at(self, block: Call, inside: list[Call]) -> None:
         if self._count >= len(self.blocks) or block.path != self.blocks[self._count]:
-            raise _refused(f"{block.path} ran where {self.blocks[min(self._count, len(self.blocks) - 1)]} was to run: "
+            raise _refused(f"{block.path} ran in the place of {self.blocks[min(self._count, len(self.blocks) - 1)]}: "
                            "blocks run in another order, or more than once")
         self._count += 1
         if self._last is None:
@@ -162,7 +163,7 @@ class Discovery:
             if several := _several(block, self._last, len(self.ids), self.width):
                 raise _refused(f"several streams: {self._last.path} returns {several} rows of {self.width} numbers a "
                                f"token, and {block.path} is given as many; no definition says which is the stream")
-            raise _refused(f"nothing that {self._last.path} returns, nor a sum of two of it, is given to {block.path}"
+            raise _refused(f"{block.path} does not receive any tensor that {self._last.path} returns, nor a sum of two"
                            f"{_nearest(into, out, self.width)}")
         for stream in self.streams:
             stream.handed.append(apart(into[stream.into], out[stream.out]))
@@ -179,7 +180,7 @@ class Discovery:
             post = made.get(stream.out)
             pre = given.get(stream.into) if stream.explained else _entered(given, stream)
             stream.explained.append(
-                "it is not given the stream as the others are" if pre is None or post is None
+                "it does not receive the stream as other blocks do" if pre is None or post is None
                 else explain(pre, post, self._inside, last.path, self.tolerance, Ways(
                     lambda call: self._attends(call.module), self._parts, self._factor), claimed))
 
@@ -205,7 +206,7 @@ class Discovery:
             raise self.refused
         if self._count != len(self.blocks) or self.streams is None:
             raise _refused(f"{self._count} of {len(self.blocks)} blocks ran" if self._count != len(self.blocks)
-                           else "a model of one block says nothing of what blocks hand on")
+                           else "with a single block, the tensor between blocks is unknown")
         self._explain()
         begins = self._begins(outside)
         reasons, admitted = [], []
@@ -214,15 +215,15 @@ class Discovery:
                           if isinstance(one, str)), None)
             off, norm = (0.0, None) if wrong else self._final_norm(stream, outside)
             if wrong or norm is None or not off <= self.tolerance:
-                wrong = wrong or "no norm behind the last block makes its result of it alone" + (
-                    "" if norm is None else f": the nearest, {norm.path}, is off by {off:.1e}, at most "
-                                            f"{self.tolerance:.0e} is rounding")
+                wrong = wrong or "no norm after the last block has it as its only input" + (
+                    "" if norm is None else f": the nearest, {norm.path}, differs by {off:.1e}; rounding is at most "
+                                            f"{self.tolerance:.0e}")
                 reasons.append(f"{stream.into}: {wrong}")
             else:
                 admitted.append((stream, norm, off))
         if len(admitted) != 1:
             raise _refused("; ".join(reasons) if not admitted else
-                           f"the stream may be {' or '.join(stream.into for stream, *_ in admitted)}")
+                           f"the stream could be any of {', '.join(stream.into for stream, *_ in admitted)}")
         return *admitted[0], begins
 
     def _differs(self, stream: Stream, norm: Call, embedded: torch.Tensor, outside: Sequence[Call]) -> list[str]:
@@ -230,10 +231,10 @@ class Discovery:
         wrong = [f"{site}.{layer} {rest}" for layer, block in enumerate(stream.explained)
                  if isinstance(block, Explained) for site, rest in (one.split(" ", 1) for one in block.differs)]
         once = {"embed": embedded, "final_norm": _wide(norm, self.width)[0].rows}
-        wrong += [f"{site} is off by {off:.1e} of its length" for call in outside
+        wrong += [f"{site} differs by {off:.1e} of its norm" for call in outside
                   for (site, _), rows in call.claimed.items()
                   if site in once and (off := apart(rows, once[site])) > self.tolerance]
-        wrong += [f"{site}.{layer} is outside of its block" for call in outside for site, layer in call.claimed
+        wrong += [f"{site}.{layer} lies outside of its block" for call in outside for site, layer in call.claimed
                   if site not in once]
         return wrong
 
@@ -241,9 +242,9 @@ class Discovery:
         """Contradicted with the first of what is wrong, if anything is."""
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise Contradicted(f"vllm-tap: rows of {type(self.model).__name__} are not what the table of architectures "
-                               f"calls them: {'; '.join(wrong[:3])}{more}. This model computes them in another "
-                               "way than the others of its family")
+            raise Contradicted(f"vllm-tap: rows of {type(self.model).__name__} do not match the table of "
+                               f"architectures: {'; '.join(wrong[:3])}{more}. This model computes them differently "
+                               "from others of its family; report it")
 
     def _factor(self, found: float) -> float | None:
         """The number that the model multiplies by: one, or of its configuration; None where it is neither."""
@@ -260,7 +261,7 @@ class Discovery:
                  and not any(path.startswith(f"{call.path}." if call.path else "") for path in made
                              if path != call.path)]
         if len(found) != 1:
-            raise _refused("looked for one module that turns tokens into rows, found "
+            raise _refused("looked for one module that embeds the tokens, found "
                            f"{', '.join(call.path for call in found) or 'none'}")
         return found[0].path, made[found[0].path]
 
@@ -305,7 +306,7 @@ class Discovery:
         sums = not absent and all(len(block.terms) <= 2 for block in explained)
         for site, by_layer in found.items():
             if len(widths := sorted({place.width for place in by_layer.values()})) > 1:
-                absent[site] = f"its rows have {' or '.join(map(str, widths))} numbers, by layer"
+                absent[site] = f"its rows have {' or '.join(map(str, widths))} numbers, depending on the layer"
         absent |= self._unlike(found)
         absent |= {site: why for site, why in lacking.items() if not found[site]}
         found = {site: places for site, places in found.items() if places and site not in absent}
@@ -327,7 +328,7 @@ class Discovery:
                      if site not in ("embed", "final_norm") and (place := places.get(layer)) is not None}
             other, expected = alike.setdefault(modules, (layer, sites))
             if differs := sorted(site for site in sites.keys() | expected if sites.get(site) != expected.get(site)):
-                why = f"blocks {other} and {layer} are made of the same modules, and differ in"
+                why = f"blocks {other} and {layer} have the same modules, and differ in"
                 if stream := [site for site in differs if site in _MEANING]:
                     raise _refused(f"{why} {', '.join(stream)}")
                 unlike |= {site: f"{why} it" for site in differs}
@@ -396,5 +397,4 @@ def _why_not(terms: Sequence[Term]) -> str:
 
 
 def _refused(why: str) -> StartError:
-    return StartError("vllm-tap: this architecture is not in the table, and its sites are not found by structure: "
-                      f"{why}")
+    return StartError(f"vllm-tap: this architecture is not in the table, and {FAILED}{why}")

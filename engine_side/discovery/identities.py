@@ -133,7 +133,7 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
         return (f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
                 f"{_nearest_text(nearest, candidates, tolerance)}")
     if len(found) > 1:
-        return f"what it adds to the stream is a sum in {len(found)} ways"
+        return f"its addition to the stream can be explained in {len(found)} ways"
     numbers, factors = found[0]
     for number, factor in zip(numbers, factors, strict=True):
         share = abs(factor) * _rms(weight * candidates[number][0])
@@ -159,7 +159,7 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
         mid = _places_of(rows["resid_mid"], inside, block, tolerance)
     inner = ways.parts(sources.get("attn_out"), sources.get("mlp_out"))
     rows |= {site: made for site, (_, made) in inner.places.items() if made is not None}
-    differs = tuple(f"{site} is off by {off_by:.1e} of its length" for site in rows
+    differs = tuple(f"{site} differs by {off_by:.1e} of its norm" for site in rows
                     if site in claimed and (off_by := apart(claimed[site], rows[site])) > tolerance)
     made = [(ways.stated(factor) or factor) * candidates[number][0]
             for number, factor in zip(numbers, factors, strict=True)]
@@ -177,7 +177,7 @@ def _nearest_text(nearest: Nearest | None, candidates: Sequence[Candidate], off_
         return ""
     off, numbers = nearest
     paths = " + ".join(candidates[number][1][0][1].path or "the block" for number in numbers)
-    return f": the nearest, {paths}, is off by {off:.1e} of the stream, at most {off_max:.0e} is rounding"
+    return f": the nearest, {paths}, differs by {off:.1e} of the stream's norm; rounding is at most {off_max:.0e}"
 
 
 Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them

@@ -111,4 +111,4 @@ class Nudge:
             if not terms or len(there) < len(terms) or (site == "resid_post" and len(there) == 1):
                 continue
             if (off := apart(self.rows[site, layer], torch.stack(there).sum(0))) > SUM_ROUNDINGS * tolerance:
-                yield f"{site}.{layer} is off by {off:.1e} of what it must be when what goes into it is moved"
+                yield f"{site}.{layer} differs by {off:.1e} from the expected value after its inputs were changed"

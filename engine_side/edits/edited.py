@@ -58,7 +58,8 @@ def cut(edits: Edits, prompt_len: int) -> Edited:
              for start in starts]
     unmet = [tuple(number for number in some if not edits.placed[number].when) for some in which]
     if (count := len({*which, *unmet} - {()})) > programs_of_request:
-        raise EditError("", count, f"so many different combinations of edits by position; limit {programs_of_request}")
+        raise EditError("", count, f"positions of one request may have at most {programs_of_request} different "
+                                   "combinations of edits; use fewer ranges")
     ordinals, before = dict.fromkeys(starts, 0), 0
     for first, stop in edits.row_positions:
         for start in starts:

@@ -189,8 +189,8 @@ class Editor:
                 try:
                     self._write([each])
                 except NoRoom:  # the front end lets in no more than there is room for, but there may be several
-                    logger.error("vllm-tap: no room for the rows of a request's edits, which are not made; raise "
-                                 "VLLM_TAP_EDIT_ROWS=%d", self.tables.size.rows)
+                    logger.error("vllm-tap: VLLM_TAP_EDIT_ROWS=%d: no room for the rows of a request's edits, so they "
+                                 "are not made; raise it", self.tables.size.rows)
 
     def _write(self, new: Sequence[Edited]) -> None:
         """Write several at once; NoRoom, with none of them written."""

@@ -66,7 +66,7 @@ def call_of(point: TapPoint) -> EditedCall:
             return EditedCall(name, parts=tuple(int(part) for part in which.split(" + ")),
                               columns=(int(first), int(last)) if columns else None)
     raise StartError(f"vllm-tap: {point.site}.{point.layer} cannot be edited in this model: its rows are "
-                     f"{point.rule!r} of a {type(point.module).__name__}, into which changed ones do not go back; "
+                     f"{point.rule!r} of a {type(point.module).__name__}, and changed rows cannot be put back there; "
                      "leave it out of --edit (VLLM_TAP_EDIT)")
 
 
@@ -138,8 +138,9 @@ def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any
     """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
     if not keys:
-        raise StartError(f"vllm-tap: a {type(module).__name__} was called without what {call.name} edits: "
-                         f"{' and '.join(name or 'its first argument' for name, _ in call.given)}")
+        raise StartError(f"vllm-tap: a {type(module).__name__} was called without the rows that {call.name} edits: "
+                         f"{' and '.join(name or 'its first argument' for name, _ in call.given)}; leave its site out "
+                         "of --edit (VLLM_TAP_EDIT)")
     tensors: list[torch.Tensor] = [given.kwargs[key] if isinstance(key, str) else given.args[key] for key in keys]
     own = [_own(tensor, call.lent) for tensor in tensors] if acts_on(tensors[0]) and not call.in_place else tensors
     if change(*own, tables=_tables(module, call), heads=_heads(module, call)):

@@ -60,7 +60,7 @@ def retire(endpoint: str) -> None:
 def check_in_use(endpoint: str) -> None:
     """SpecError where the writer at ``endpoint`` is no more."""
     if endpoint in _retired:
-        raise SpecError("", "…", "the recording that this engine writes to has ended; generate inside it")
+        raise SpecError("", "…", "the recording of this engine has ended; generate inside `with vllm_tap.recording(…)`")
 
 
 def use(endpoint: str, curve: Path | None) -> None:
@@ -164,8 +164,8 @@ def check_names(extra: Mapping[str, Any]) -> None:
     """SpecError where extra arguments without a spec have one, or edits, under a name that only reads like its own."""
     for name, value in extra.items():
         if isinstance(name, str) and is_meant(name, value):
-            raise SpecError("", "…", f'nothing would be captured: the spec stands in extra_args[{name!r}], and not in '
-                            f"extra_args[{KEY!r}]")
+            raise SpecError("", "…", f"nothing would be captured, because the spec is in extra_args[{name!r}]; put it "
+                            f"into extra_args[{KEY!r}]")
     check_edit_names(extra)
 
 
@@ -173,8 +173,8 @@ def check_edit_names(extra: Mapping[str, Any]) -> None:
     """EditError where extra arguments have edits under a name that only reads like their own."""
     for name, value in extra.items():
         if isinstance(name, str) and name != EDIT_KEY and is_meant_as_edits(name, value):
-            raise EditError("", value, f"nothing would be edited: the edits stand in extra_args[{name!r}], and not in "
-                            f"extra_args[{EDIT_KEY!r}]")
+            raise EditError("", value, f"nothing would be edited, because the edits are in extra_args[{name!r}]; put "
+                            f"them into extra_args[{EDIT_KEY!r}]")
 
 
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:
@@ -187,14 +187,15 @@ def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Sh
     if count is None:
         count = n if prompt_number == 0 else (prompt_number + 1) * n
     if not isinstance(count, int) or not 0 < count <= capture_samples_max:
-        raise SpecError("count", count, f"a request makes 1 to {capture_samples_max} captures")
+        raise SpecError("count", count, f"must be 1 to {capture_samples_max}: the captures of the whole request")
     ulid = wanted.id or new_ulid()
     base = prompt_number * n
     if base + n > count:
-        raise SpecError("count", count, f"prompt {prompt_number} with n={n} makes samples up to {base + n - 1}")
+        raise SpecError("count", count, f"must be at least {base + n}, because prompt {prompt_number} has n={n} "
+                                        "samples")
     with _lock:
         if (ulid, base) in _seen:
-            raise SpecError("id", ulid, "already used; give every request its own id, or none")
+            raise SpecError("id", ulid, "already in use; give each request its own id, or none")
         _seen.put((ulid, base), True)
     return encode(Ticket(id=ulid, asked=wanted.asked, resolved=wanted.resolved, base=base, n=n, count=count))
 
@@ -235,10 +236,11 @@ def report_finish(capture: str, reason: str, stop_reason: str | int | None, outp
                                                output_token_ids=tokens))
     except TapError as error:
         if not _untold:
-            logger.warning("vllm-tap: how clients see the ends of captures is not told from %s on: %s", capture, error)
+            logger.warning("vllm-tap: the client's view of how captures end is not stored, from %s on: %s", capture,
+                           error)
         _untold += 1
         return
     if _untold:
-        logger.warning("vllm-tap: the ends of %d captures, as their clients saw them, were not told; it goes on with "
-                       "%s", _untold, capture)
+        logger.warning("vllm-tap: the client's view of how %d captures ended was not stored; it is stored again from "
+                       "%s on", _untold, capture)
         _untold = 0

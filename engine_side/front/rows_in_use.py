@@ -20,13 +20,11 @@ class RowsInUse:
         more = each * samples
         asked = f"{more} rows" + (f", {each} for each of n = {samples}" if samples > 1 else "")
         if more > self.limit:
-            raise EditError("", asked, f"the engine keeps {self.limit} for all its requests, and every sample "
-                            "(n) of every prompt has its own: ask for fewer samples or rows, or raise "
-                            "VLLM_TAP_EDIT_ROWS (--edit-rows)")
+            raise EditError("", asked, f"the engine has room for {self.limit}, and each sample (n) of each prompt "
+                            "takes its own; ask for fewer samples or rows, or raise VLLM_TAP_EDIT_ROWS (--edit-rows)")
         if more and self.count + more > self.limit:
-            raise EditError("", asked, f"of the {self.limit} that the engine keeps for all its requests "
-                            f"{self.count} are in use by requests that have not ended, every sample of every "
-                            "prompt having its own: ask again when they have, or raise "
+            raise EditError("", asked, f"the engine has room for {self.limit}, and running requests use {self.count}; "
+                            "each sample of each prompt takes its own; ask again when they have ended, or raise "
                             "VLLM_TAP_EDIT_ROWS (--edit-rows)")
 
     def hold(self, owner: object, rows: int) -> None:

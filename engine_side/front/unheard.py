@@ -52,7 +52,7 @@ class Unheard:
         try:
             fault = await aside(lambda messages: _fault(scope, fields, messages), messages)
         except Exception:  # nobody's request fails because it could not be looked at
-            logger.exception("vllm-tap: a body was not looked at")
+            logger.exception("vllm-tap: checking a request's body for misspelt fields failed; the request goes on")
             fault = None
         if fault is None:
             await self.app(scope, again(messages, receive), send)
@@ -70,7 +70,7 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
         if not found and messages[-1].get("more_body", False) and "multipart" not in kind and has_key(data):
             raise LimitError("bytes of the body", len(data), limits.request_body_bytes_max)
     except LimitError as error:
-        return 413, "too_large", f"{error}; a body that may name a capture or edits is looked into as far as that", None
+        return 413, "too_large", f"{error}: a body is searched for captures and edits up to this size; send less", None
     except ArgumentError as error:
         return 400, "invalid_parameter", str(error), None
     found += in_fields(parse_qsl(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True))

@@ -109,7 +109,7 @@ def _leave_to_triton(kernel: Kernel) -> None:
     kernel.loaded = None
     if not _left:
         _left = True
-        logger.exception("vllm-tap: kernels are left to Triton's launcher, which takes longer (logged once)")
+        logger.exception("vllm-tap: launching a kernel directly failed; Triton's slower launcher is used (logged once)")
 
 
 @lru_cache(maxsize=256)

@@ -112,7 +112,7 @@ def halves(identity: str, width: int, dtype: torch.dtype, device: torch.device) 
         high = matrix.to(dtype)
         sums(device)
         _halves[key] = high.to(device), (matrix - high.float()).to(dtype).to(device)
-        logger.info("vllm-tap: %s at width %d takes %.1f MiB of the device, beside %d MiB for all projections",
+        logger.info("vllm-tap: %s at width %d takes %.1f MiB of GPU memory, and all projections together %d MiB more",
                     identity, width, _matrix_bytes(codec, width, dtype) / 2**20, SUMS_BYTES >> 20)
     return _halves[key]
 

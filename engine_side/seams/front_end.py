@@ -148,7 +148,7 @@ def _check_capture_all(spec: str, shape: admission.Shape) -> None:
     try:
         admission.resolve_spec(spec, shape)
     except SpecError as error:
-        raise StartError(f"vllm-tap: VLLM_ACT_CAPTURE asks for every request what this model cannot have: {error}"
+        raise StartError(f"vllm-tap: VLLM_ACT_CAPTURE=1: this model cannot capture every request as asked: {error}"
                          ) from None
 
 
@@ -194,7 +194,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             request = original(self, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
             if request.prompt_token_ids is None and own:
-                raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, which every row is named by")
+                raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, and rows need them; send "
+                                                "text or token ids")
             images = _images(request, own)
         except BaseException:
             admission.forget(text)
@@ -228,8 +229,8 @@ def _hand_on(request: Any, edits: Edits) -> None:
     held, prompt_len = request.sampling_params.extra_args, len(request.prompt_token_ids)
     try:
         if request.mm_features:
-            raise EditError("", "…", "a prompt with images, sound or video cannot be edited: that has not been shown "
-                            "to be right; send text")
+            raise EditError("", "…", "a prompt with images, sound or video cannot be edited, because that is not "
+                            "tested; send text")
         cut(edits, prompt_len)
         OF_ENGINE.check(edits.rows_kept, request.sampling_params.n)
     except EditError:
@@ -246,7 +247,7 @@ def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) ->
         raise EditError("", value, "this engine was started without taps; start it with VLLM_TAP_ENDPOINT and "
                                    "VLLM_TAP_EDIT set")
     if not hasattr(params, "n"):
-        raise EditError("", value, "what asks for a pooled vector is not edited")
+        raise EditError("", value, "a request for a pooled vector cannot be edited; leave the edits out")
     if in_pieces:
         raise EditError("", value, "a streamed prompt cannot be edited; send it whole")
     try:
@@ -300,8 +301,8 @@ def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: 
         # What asks for a pooled vector has no samples, and no tokens to capture.
         return config is not None and bool(config.capture_all) and hasattr(params, "n") and not in_pieces
     if config is None:
-        raise SpecError("", extra[KEY], "this engine was started without taps; make it inside "
-                                        "vllm_tap.recording(), or with VLLM_TAP_ENDPOINT set")
+        raise SpecError("", extra[KEY], "this engine was started without taps; create it inside "
+                                        "vllm_tap.recording(), or start it with VLLM_TAP_ENDPOINT set")
     admission.check_in_use(config.endpoint)
     if in_pieces:  # where it ends is not known when rows are chosen
         raise SpecError("", extra[KEY], "a streamed prompt cannot be captured; send it whole")
@@ -314,8 +315,8 @@ def _to_beam_search_params(original: Callable[..., Any]) -> Callable[..., Any]:
         extra = getattr(self, "vllm_xargs", None) or {}
         for key, error in ((KEY, SpecError), (EDIT_KEY, EditError)):
             if key in extra:
-                raise error("", extra[key], "beam search cannot be captured or edited: vLLM makes requests of its own "
-                                            "for it")
+                raise error("", extra[key], "beam search cannot be captured or edited, because vLLM makes its own "
+                                            "requests for it; leave use_beam_search out")
         return original(self, *args, **kwargs)
 
     return to_beam_search_params
@@ -356,7 +357,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
                 admission.report_finish(capture, str(finish_reason), stop_reason,
                                     list(self.detokenizer.output_token_ids))
             except Exception:
-                logger.exception("vllm-tap: the end of %s as its client saw it was not reported", capture)
+                logger.exception("vllm-tap: the client's view of the end of %s was not stored", capture)
         return output
 
     return new_completion_output

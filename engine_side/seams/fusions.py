@@ -61,8 +61,9 @@ def warn(sites: list[str]) -> None:
     """Name the sites that change how this engine computes."""
     if sites:
         logger.warning(
-            "vllm-tap: this engine fuses %s with what follows. Armed, it is computed apart: tokens may differ from an "
-            "engine without it. Leave it out of --arm to keep them", ", ".join(sites))
+            "vllm-tap: without taps this engine fuses %s with the next operation, and with taps it does not, so tokens "
+            "may differ from an engine without taps; leave these sites out of --arm to keep the same tokens",
+            ", ".join(sites))
 
 
 def _takes(projection: Any) -> bool:

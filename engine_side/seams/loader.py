@@ -46,8 +46,8 @@ def _salt_caches() -> None:
 
     variables = getattr(vllm.envs, "environment_variables", None)
     if not isinstance(variables, dict) or not hasattr(vllm.envs, "compile_factors"):
-        raise StartError("vllm-tap: looked for vllm.envs.environment_variables and compile_factors, not found: "
-                         "compiled graphs of untapped models could be reused")
+        raise StartError("vllm-tap: looked for vllm.envs.environment_variables and compile_factors, not found, so vLLM "
+                         "could reuse compiled graphs of models without taps; use a vLLM version that is tested")
     variables["VLLM_TAP_SALT"] = lambda: config.salt() if (config := from_environment()) else None
     for name in VARIABLES:
         variables[name] = lambda: None
@@ -108,9 +108,9 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         if worker.CURRENT is None and from_environment() is not None:
-            raise StartError("vllm-tap: this engine's model was loaded, and no tap is in it: load_format="
-                             f"{self.vllm_config.load_config.load_format} does not come by "
-                             "BaseModelLoader.load_model; choose another")
+            raise StartError(f"vllm-tap: load_format={self.vllm_config.load_config.load_format}: the model was loaded "
+                             "without taps, because this format does not use BaseModelLoader.load_model; choose "
+                             "another load_format")
         if worker.CURRENT is not None:
             self_test(self.model_runner, worker.CURRENT)
             kind = type(self.model_runner)

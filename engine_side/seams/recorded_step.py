@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from engine_side.discovery.calls import put_back
-from engine_side.discovery.discover import ROWS, Contradicted, Discovery, Shape
+from engine_side.discovery.discover import FAILED, ROWS, Contradicted, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.outcome import Outcome, proved_sites
@@ -55,7 +55,7 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> Family:
     except Contradicted:
         raise
     except Exception as error:  # whatever a step outside of a running engine can meet
-        why = str(error).rpartition("not found by structure: ")[2]
+        why = str(error).rpartition(FAILED)[2]
         return unproved(model, family, why if isinstance(error, StartError) else f"{type(error).__name__}: {why}")
     _nudge(model, vllm_config, family)
     held = {point.site for point in claims} & found.found.keys()
@@ -65,7 +65,8 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> Family:
 
 def unproved(model: nn.Module, family: Family, why: str) -> Family:
     """The family of a model that goes on with its table, and says why nothing was proved of it."""
-    logger.info("vllm-tap: sites of %s are its table's, not proved by structure: %s", type(model).__name__, why)
+    logger.info("vllm-tap: sites of %s come from its table and are not proved by structure: %s",
+                type(model).__name__, why)
     return replace(family, unproved=why)
 
 
@@ -100,8 +101,8 @@ def _nudge(model: nn.Module, vllm_config: Any, family: Family) -> None:
     with _a_step(model, vllm_config) as step, _noisy(model, draws), Nudge(points, ROWS, draws) as nudged:
         step(_ids(vllm_config, draws))
     if wrong := list(nudged.wrong(family.sums, ROUNDINGS[vllm_config.model_config.dtype])):
-        raise StartError(f"vllm-tap: {type(model).__name__} goes on with other tensors than those that taps would "
-                         f"take: {'; '.join(wrong[:3])}")
+        raise StartError(f"vllm-tap: {type(model).__name__} continues with other tensors than those that taps would "
+                         f"copy: {'; '.join(wrong[:3])}. Captured rows would be wrong; arm other sites, and report it")
 
 
 def _ids(vllm_config: Any, draws: torch.Generator) -> torch.Tensor:
@@ -203,7 +204,7 @@ def search(model: nn.Module, vllm_config: Any) -> Outcome:
         if known is not None:
             prove(model, vllm_config, known)
     except StartError as error:
-        return msgspec.structs.replace(outcome, failed=str(error).rpartition("not found by structure: ")[2])
+        return msgspec.structs.replace(outcome, failed=str(error).rpartition(FAILED)[2])
     sites = proved_sites(model, family, names, list(family.found), n_layers, model_config.get_hidden_size())
     refused = dict(family.refused)
     if known is not None:  # what the search does not look for is where the table says

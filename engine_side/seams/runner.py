@@ -56,8 +56,8 @@ def check_wrapped(runner: type) -> None:
     """StartError for a runner of another kind than the two known ones: it would run steps that nobody sees."""
     if not any(is_wrapped(cls.__dict__.get("execute_model")) for cls in runner.__mro__):
         known = "vllm.v1.worker.gpu_model_runner.GPUModelRunner and vllm.v1.worker.gpu.model_runner.GPUModelRunner"
-        raise StartError(f"vllm-tap: this engine runs its steps with {runner.__module__}.{runner.__qualname__}, which "
-                         f"is neither of the runners that vllm-tap knows ({known}): it would not see a step")
+        raise StartError(f"vllm-tap: this engine uses the runner {runner.__module__}.{runner.__qualname__}, and "
+                         f"vllm-tap captures steps of {known} only; start without the plugin that brings this runner")
 
 
 def check_fills(runner: Any) -> None:
@@ -69,9 +69,10 @@ def check_fills(runner: Any) -> None:
     for name in ("execute_model", lays_out, "sample_tokens"):
         if not is_wrapped(getattr(runner, name, None)):
             kind = type(runner)
-            raise StartError(f"vllm-tap: edits cannot be made with {kind.__module__}.{kind.__qualname__}, whose {name} "
-                             "is not that of vLLM's GPUModelRunner: nobody would know whose rows a step has; leave out "
-                             "--edit (VLLM_TAP_EDIT) and probes (VLLM_TAP_PROBES), or run with vLLM's own runner")
+            raise StartError(f"vllm-tap: edits and probes cannot be used with {kind.__module__}.{kind.__qualname__}: "
+                             f"its {name} is not that of vLLM's GPUModelRunner, so rows could not be assigned to "
+                             "requests; leave out --edit (VLLM_TAP_EDIT) and --probe (VLLM_TAP_PROBES), or use vLLM's "
+                             "own runner")
 
 
 def input_ids(runner: Any) -> torch.Tensor:

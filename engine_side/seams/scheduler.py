@@ -57,7 +57,8 @@ def _preprocess_add_request(original: Callable[..., Any]) -> Callable[..., Any]:
             if ticket is not None and current is not None:
                 current.recorder.layouts.matrices.prepare(ticket.resolved)
         except Exception:
-            logger.exception("vllm-tap: what a capture needs was not made beside the steps; its first step will wait")
+            logger.exception("vllm-tap: preparing a capture beside the steps failed; its first step prepares it and "
+                             "takes longer")
         return original(self, request, *args, **kwargs)
 
     return preprocess_add_request
@@ -76,7 +77,7 @@ def _free_request(original: Callable[..., Any]) -> Callable[..., Any]:
                     computed=min(request.num_computed_tokens, request.num_tokens),
                 ))
         except Exception:
-            logger.exception("vllm-tap: a finish was not seen; its capture will end as incomplete")
+            logger.exception("vllm-tap: the end of a request was not recorded; its capture will end as incomplete")
         return original(self, request, *args, **kwargs)
 
     return free_request
@@ -133,7 +134,8 @@ def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             _die_with_parent()
         except Exception:
-            logger.exception("vllm-tap: an orphaned engine would stay")
+            logger.exception("vllm-tap: watching the parent process failed; this engine will not end if its parent "
+                             "dies")
         return original(self, *args, **kwargs)
 
     return run_busy_loop
@@ -149,7 +151,7 @@ def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
             try:
                 current.recorder.flush()
             except Exception:
-                logger.exception("vllm-tap: rows wait for the next step")
+                logger.exception("vllm-tap: sending rows between steps failed; they are sent with the next step")
         return found
 
     return has_work
@@ -171,7 +173,7 @@ def _die_with_parent() -> None:
 
     signal.signal(signal.SIGUSR2, parent_thread_ended)
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR2) != 0:
-        logger.warning("vllm-tap: prctl(PR_SET_PDEATHSIG) failed; an orphaned engine would stay")
+        logger.warning("vllm-tap: prctl(PR_SET_PDEATHSIG) failed; this engine will not end if its parent dies")
     elif os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 

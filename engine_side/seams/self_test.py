@@ -50,8 +50,8 @@ def _test(runner: Any, current: Worker) -> None:
     if current.editor is not None:
         check_fills(runner)
     if getattr(runner, "adaptive_verification", None) is not None:
-        raise StartError("vllm-tap: adaptive verification of drafts lays out a step's rows on the device alone, where "
-                         "nobody can say whose they are: switch it off in speculative_config")
+        raise StartError("vllm-tap: adaptive verification of drafts arranges a step's rows on the GPU, so the CPU "
+                         "cannot tell which row belongs to which request; switch it off in speculative_config")
     where = f"{type(runner).__module__}.{type(runner).__name__}"
     check_model(current.model, runner.get_model(), where)
     check_homes(current.checks.homes, current.model)
@@ -84,8 +84,8 @@ def _check_staged(runner: Any, current: Worker, where: str) -> None:
         if dead := current.staging.unwritten(_ROWS):
             raise StartError(
                 f"vllm-tap: after a step of the compiled model these taps had written nothing: {', '.join(dead)}; "
-                f"looked for them in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or "
-                "a fused module that bypasses forward does that")
+                f"looked for them in {where}. Start once with VLLM_DISABLE_COMPILE_CACHE=1, because a stale compile "
+                "cache can cause this. Otherwise a fused module bypasses forward; arm other sites")
     if current.checks.embedding is not None and _takes_token_ids(runner):
         with together():  # ranks look up the table's rows by turns of their own
             _check_entry(current.staging, current.checks.embedding, input_ids(runner)[:_ROWS], where)
@@ -121,8 +121,9 @@ def check_edits(runner: Any, current: Worker, where: str) -> None:
         by_chance = _ROUNDINGS * torch.finfo(rows.dtype).eps * rows.float().norm(dim=-1)  # of a kernel, and rarely
         with together():
             if bool((left > torch.maximum(_FAR * noise[kind].nan_to_num(), by_chance.nan_to_num())).any()):
-                raise StartError("vllm-tap: the compiled model returns other rows after edits than before them, though "
-                                 f"none is made; looked at it in {where}")
+                raise StartError("vllm-tap: after its edits were removed the compiled model does not return the same "
+                                 f"rows as before them; looked at it in {where}. Leave --edit (VLLM_TAP_EDIT) out, and "
+                                 "report it")
     logger.info("vllm-tap: edits act at %d places", len(current.editor.tables.slots))
 
 
@@ -142,11 +143,11 @@ def _check_compiled(model: torch.nn.Module, returned: Callable[[], torch.Tensor]
     off = _distance(rows, right) / right.norm(dim=-1)
     with together():
         if bool((right.isfinite().all(dim=-1) & (off > _UNLIKE)).any()):
-            raise StartError("vllm-tap: with places to edit in it the compiled model returns other rows than the same "
-                             f"model run line by line, {float(off.nan_to_num().max()):.1e} of their length apart; "
-                             f"looked at it in {where}. A stale compile cache (VLLM_DISABLE_COMPILE_CACHE=1 rules it "
-                             "out) or a fault of the compiler does that: arm fewer places (VLLM_TAP_EDIT), or start "
-                             "with --enforce-eager")
+            raise StartError("vllm-tap: with edits armed the compiled model returns other rows than the same model "
+                             f"without the compiler; they differ by {float(off.nan_to_num().max()):.1e} of their norm; "
+                             f"looked at it in {where}. Start once with VLLM_DISABLE_COMPILE_CACHE=1, because a stale "
+                             "compile cache can cause this. Otherwise arm fewer places (VLLM_TAP_EDIT), or start with "
+                             "--enforce-eager")
 
 
 def _returned(runner: Any, options: dict[str, Any]) -> torch.Tensor:
@@ -171,15 +172,16 @@ def _check_moved(place: tuple[str, int], moved: torch.Tensor, noise: torch.Tenso
     """StartError where rows that an edit of a place ``moved`` so far do not show that it acts."""
     if (unproved := _unproved(moved, noise)):
         raise StartError(
-            f"vllm-tap: it cannot be proved that edits of {_named(place)} act: after a step of the compiled model "
-            f"{unproved}; looked at it in {where}. Weights that are no numbers, a dtype that does not hold what "
-            f"the model computes, or a kernel that leaves memory as it finds it do that; leave {_named(place)} "
-            "out of --edit (VLLM_TAP_EDIT)")
+            f"vllm-tap: cannot prove that edits of {_named(place)} act: after a step of the compiled model "
+            f"{unproved}; looked at it in {where}. Possible causes are weights that are NaN or infinite, a dtype that "
+            "overflows, or a kernel that does not write all of its output; leave "
+            f"{_named(place)} out of --edit (VLLM_TAP_EDIT)")
     if bool((moved == 0).any()):
         raise StartError(
-            f"vllm-tap: after a step of the compiled model in which the rows of {_named(place)} were set to "
-            f"others it returned what it did before; looked at it in {where}. A stale compile cache "
-            "(VLLM_DISABLE_COMPILE_CACHE=1 rules it out) or a fused module that bypasses forward does that")
+            f"vllm-tap: edits of {_named(place)} do not act: a step of the compiled model with other rows there "
+            f"returned the same as without; looked at it in {where}. Start once with VLLM_DISABLE_COMPILE_CACHE=1, "
+            "because a stale compile cache can cause this. Otherwise a fused module bypasses forward; leave "
+            f"{_named(place)} out of --edit (VLLM_TAP_EDIT)")
 
 
 def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -194,13 +196,14 @@ def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 
 
 def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
-    """Why nothing is shown by how far an edit moved rows that move by ``noise`` without one; empty where something is.
+    """The reason why moved rows prove nothing about an edit, "" if they prove that it acts. ``noise``: distance of rows
+    between two steps without an edit.
     """
     if bool((moved.isnan() | noise.isinf()).any()):
-        return "rows are no numbers (NaN or infinite)"
+        return "rows are NaN or infinite"
     if bool(((noise > 0) & (moved <= _FAR * noise)).any()):
-        return (f"rows were off by {float(moved.min()):.1e} with edits of it, and by {float(noise.max()):.1e} from "
-                "step to step without")
+        return (f"rows moved by {float(moved.min()):.1e} with edits of it, and by {float(noise.max()):.1e} from one "
+                "step to the next without")
     return ""
 
 
@@ -293,8 +296,9 @@ def _around(owners: list[Any], name: str, around: Callable[[Callable[..., Any]],
 def check_model(tapped: torch.nn.Module, running: torch.nn.Module, where: str) -> None:
     """StartError where the model that runs neither is the tapped one nor wraps it: a drafter may have been tapped."""
     if all(module is not tapped for module in running.modules()):
-        raise StartError(f"vllm-tap: the taps are in a {type(tapped).__name__} that is not the model which {where} "
-                         f"runs, a {type(running).__name__}: its rows would be taken for those of the requests")
+        raise StartError(f"vllm-tap: the taps are in a {type(tapped).__name__}, and {where} runs a "
+                         f"{type(running).__name__}, which does not contain it, so captured rows would not be those of "
+                         "the requests; report it with the command line")
 
 
 def _check_entry(staging: Staging, entry: Embedding, ids: torch.Tensor, where: str) -> None:
@@ -304,9 +308,9 @@ def _check_entry(staging: Staging, entry: Embedding, ids: torch.Tensor, where: s
     if wrong := [site for site, found in staged.items() if not torch.equal(found, rows.reshape(found.shape))]:
         raise StartError(
             f"vllm-tap: after a step of the compiled model the rows of {', '.join(f'{site}.0' for site in wrong)} are "
-            f"not those of the embedding table for the tokens {ids.tolist()} that the model was given; looked at "
-            f"{entry.path} in {where}. A model that changes its embeddings before the first block needs an entry of "
-            "its own in engine_side/tap/architectures.py; otherwise rows are not where this vLLM says they are")
+            f"not the rows of the embedding table for the tokens {ids.tolist()} of that step; looked at "
+            f"{entry.path} in {where}. If the model changes its embeddings before the first block, it needs its own "
+            "entry in engine_side/tap/architectures.py. Otherwise this vLLM computes rows elsewhere; report it")
 
 
 def check_sums(staging: Staging, sums: Sequence[Sum], rows: int, where: str) -> None:
@@ -326,9 +330,10 @@ def check_sums(staging: Staging, sums: Sequence[Sum], rows: int, where: str) -> 
             off = float((error / length).nan_to_num().max())
             raise StartError(
                 f"vllm-tap: after a step of the compiled model {_named(each.total)} is not "
-                f"{' + '.join(map(_named, each.terms))}: the rows are off by {off:.1e} of their length; looked "
-                f"at them in {where}. One of these sites is not what it is called on this model: its configuration has "
-                "a switch that engine_side/tap/switches.py does not know, or this vLLM computes it otherwise")
+                f"{' + '.join(map(_named, each.terms))}: the rows are off by {off:.1e} of their norm; looked "
+                f"at them in {where}. One of these sites has another meaning on this model: its configuration has "
+                "a switch that engine_side/tap/switches.py does not know, or this vLLM computes it differently; arm "
+                "other sites, and report it")
 
 
 def _named(place: tuple[str, int]) -> str:

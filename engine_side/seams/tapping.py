@@ -173,7 +173,7 @@ def _check_edits(vllm_config: Any, config: EngineConfig, survey: Survey) -> Edit
     for site, chosen in asked.items():
         if chosen is None and (lacking := sorted(set(range(n_layers)) - set(layers[site]))):
             raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
-                             f"name those that have it, such as {site}.{min(layers[site])}")
+                             f"name single layers that have it, such as {site}.{min(layers[site])}")
     return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors], config.edit_rows)
 
 
@@ -188,7 +188,7 @@ def _arm_edits(vllm_config: Any, config: EngineConfig, survey: Survey, device: t
         call_of(point)
         if known[point.site] != point.width:
             raise StartError(f"vllm-tap: cannot edit {point.site} on this model: its rows have {point.width} numbers, "
-                             f"which its configuration does not say ({known[point.site]}); arm other sites for edits")
+                             f"and {known[point.site]} by its configuration; leave it out of --edit (VLLM_TAP_EDIT)")
     widths = {(point.site, point.layer): point.width for point in places}
     head = vllm_config.model_config.get_head_size()
     heads = {point.width: point.width // head for point in places if has_heads(point.site)}
@@ -226,8 +226,8 @@ def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
     known = is_known(names)
     if known and "transformers" in str(getattr(model_config, "model_impl", "")) and not (
             BY_TRANSFORMERS & set(names)):
-        raise StartError("vllm-tap: model_impl='transformers': taps know vLLM's own code of "
-                         f"{', '.join(names)}; leave it out")
+        raise StartError(f"vllm-tap: model_impl='transformers': the sites of {', '.join(names)} are known in vLLM's "
+                         "own code only; leave model_impl out")
     family = family_of(names, model_config.hf_text_config) if known else None
     plan = ArmingPlan(config, family, layers_by_site(config.arm),
                       {probe: load_probe(probe) for probe in config.probes})
@@ -245,42 +245,45 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
     start = (f"vllm-tap: {', '.join(names)} is not in the table of architectures, and its sites cannot be found by "
              "structure")
     if vllm_config.parallel_config.data_parallel_size > 1:
-        raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}: valid: 1")
+        raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}; set it to "
+                         "1")
     if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-        raise StartError(f"{start} with pipeline_parallel_size={stages}: a stage has but some of the blocks; valid: 1")
+        raise StartError(f"{start} with pipeline_parallel_size={stages}, because a stage has only some of the blocks; "
+                         "set it to 1")
 
 
 def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
     parallel, tapped = vllm_config.parallel_config, plan.touched
     if (ranks := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
-        raise StartError(f"vllm-tap: prefill_context_parallel_size={ranks}: a rank has only its share of a prompt's "
-                         "rows; valid: 1")
+        raise StartError(f"vllm-tap: prefill_context_parallel_size={ranks}: each rank has only its share of a prompt's "
+                         "rows; set it to 1")
     drafter = getattr(vllm_config.speculative_config, "method", None)
     if "embed" in tapped and drafter not in (None, "ngram", "ngram_gpu", "suffix"):
-        raise StartError(f"vllm-tap: embed cannot be armed with drafts by {drafter}: its drafter may use the same "
-                         "embedding module and overwrite the rows; resid_pre of layer 0 has them on most models")
+        raise StartError(f"vllm-tap: cannot arm embed with speculative decoding by {drafter}: the drafter may use the "
+                         "same embedding module and overwrite the rows; arm resid_pre.0, which has the same rows on "
+                         "most models")
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
-        raise StartError("vllm-tap: kv_sharing_fast_prefill: layers that share their keys and values would run some "
-                         "rows of a prompt alone, which would be taken for its first: switch it off")
+        raise StartError("vllm-tap: kv_sharing_fast_prefill: some layers would run only a part of a prompt, and its "
+                         "rows would be stored under wrong positions; switch it off")
     if parallel.use_ubatching:
-        raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size) runs a step in parts that would "
-                         "overwrite each other's rows: switch it off")
+        raise StartError("vllm-tap: dual-batch overlap (enable_dbo, ubatch_size): the parts of a step would overwrite "
+                         "each other's rows; switch it off")
     if parallel.tensor_parallel_size > 1:
         _check_shared(plan, parallel.tensor_parallel_size)
         if fusions.fuses(vllm_config.compilation_config.pass_config, "enable_sp", "sequence_parallel", "gemm_comms",
                          "async_tp"):
-            raise StartError("vllm-tap: sequence parallelism (pass_config.enable_sp, fuse_gemm_comms): a rank has only "
-                             "its share of a step's rows between two of its operations: switch it off")
+            raise StartError("vllm-tap: sequence parallelism (pass_config.enable_sp, fuse_gemm_comms): each rank has "
+                             "only its share of a step's rows between two operations; switch it off")
     if parallel.pipeline_parallel_size > 1:
         _check_stages(plan, vllm_config)
     ranks, ids = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, [s for s in tapped if SITES[s].ids]
     if ranks > 1 and ids and vllm_config.device_config.device_type != "cpu":
-        raise StartError(f"vllm-tap: {', '.join(ids)}: on {ranks} GPUs ids did not always follow the captured "
-                         "router_logits, and it is not known why; arm other sites, or run on one device")
+        raise StartError(f"vllm-tap: {', '.join(ids)}: on {ranks} GPUs ids did not always agree with the captured "
+                         "router_logits, for an unknown reason; arm other sites, or run on one GPU")
     if parallel.data_parallel_size > 1 and plan.config.edit:
-        raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine takes steps there "
-                         "that are nobody's, in which edits have not been shown to be right; leave --edit "
-                         "(VLLM_TAP_EDIT) out, or run without")
+        raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine runs steps "
+                         "without requests there, and edits are not tested in such steps; leave --edit "
+                         "(VLLM_TAP_EDIT) out, or set data_parallel_size to 1")
     _check_routed(tapped, parallel)
 
 
@@ -293,12 +296,12 @@ def _check_routed(tapped: list[str], parallel: Any) -> None:
     if not (routed := [site for site in tapped if SITES[site].width in ("experts", "chosen_experts")]):
         return
     if (engines := parallel.data_parallel_size) > 1:
-        raise StartError(f"vllm-tap: data_parallel_size={engines}: the rows that a router sees are those of other "
-                         f"engines too, or a rank's share of them; arm other sites than {', '.join(routed)}, or run "
-                         "with data_parallel_size=1")
+        raise StartError(f"vllm-tap: data_parallel_size={engines}: a router sees rows of other engines too, or only a "
+                         f"rank's share of them; arm other sites than {', '.join(routed)}, or set data_parallel_size "
+                         "to 1")
     if getattr(parallel, "use_sequence_parallel_moe", False):
-        raise StartError("vllm-tap: enable_expert_parallel with sequence parallelism: a rank's router sees its share "
-                         f"of a step's tokens; arm other sites than {', '.join(routed)}, or choose another "
+        raise StartError("vllm-tap: enable_expert_parallel with sequence parallelism: a rank's router sees only its "
+                         f"share of a step's tokens; arm other sites than {', '.join(routed)}, or choose another "
                          "all2all_backend")
 
 
@@ -307,17 +310,17 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     start = f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}"
     if plan.config.edit:
-        raise StartError(f"{start}: edits have not been shown to be right on the stages of a pipeline; leave --edit "
-                         "(VLLM_TAP_EDIT) out, or run on one device")
+        raise StartError(f"{start}: edits are not tested on the stages of a pipeline; leave --edit (VLLM_TAP_EDIT) "
+                         "out, or run on one device")
     if vllm_config.speculative_config is not None:
-        raise StartError(f"{start}: rows of drafts have not been shown to be right on the stages of a pipeline; leave "
+        raise StartError(f"{start}: rows of drafts are not tested on the stages of a pipeline; leave "
                          "speculative_config out, or run on one device")
     if vllm_config.lora_config is not None:
-        raise StartError(f"{start}: adapters have not been shown to be right on the stages of a pipeline; leave "
-                         "enable_lora out, or run on one device")
+        raise StartError(f"{start}: adapters are not tested on the stages of a pipeline; leave enable_lora out, or run "
+                         "on one device")
     if parallel.data_parallel_size > 1:
-        raise StartError(f"{start} with data_parallel_size={parallel.data_parallel_size}: they have not been shown to "
-                         "be right together; run without one of them")
+        raise StartError(f"{start} with data_parallel_size={parallel.data_parallel_size}: they are not tested "
+                         "together; set one of them to 1")
 
 
 def _check_shared(plan: ArmingPlan, ranks: int) -> None:
@@ -328,8 +331,8 @@ def _check_shared(plan: ArmingPlan, ranks: int) -> None:
         () if plan.family else plan.asked)
     if shared := [site for site in plan.touched if site in needed and site in SHARED_OUT]:
         what = "probe or edit" if plan.family else "arm"
-        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: a rank has only its share of {', '.join(shared)}; "
-                         f"{what} other sites, or run on one device")
+        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: each rank has only its share of "
+                         f"{', '.join(shared)}; {what} other sites, or run on one device")
 
 
 def _warn(config: EngineConfig, device: torch.device) -> None:
@@ -337,7 +340,7 @@ def _warn(config: EngineConfig, device: torch.device) -> None:
     if warning := untested(_vllm_version(), device.type != "cpu"):
         logger.warning("vllm-tap: %s", warning)
     if config.capture_all:
-        logger.warning("vllm-tap: every request that brings no spec is captured: %s", config.capture_all)
+        logger.warning("vllm-tap: requests without a spec of their own are captured too, with %s", config.capture_all)
 
 
 def _make_scorers(probes: Mapping[Registered, LoadedProbe], staging: Staging, model: nn.Module, device: torch.device
@@ -394,8 +397,9 @@ def check_ids(points: list[TapPoint], dtype: torch.dtype) -> None:
     ids_max = round(2 / torch.finfo(dtype).eps)
     for point in points:
         if point.ids - 1 > ids_max:
-            raise StartError(f"vllm-tap: cannot arm {point.site}: ids up to {point.ids - 1} are not exact in the "
-                             f"model's {str(dtype).removeprefix('torch.')}, which holds whole numbers up to {ids_max}")
+            raise StartError(f"vllm-tap: cannot arm {point.site}: the model has ids up to {point.ids - 1}, and its "
+                             f"dtype {str(dtype).removeprefix('torch.')} is exact up to {ids_max} only; leave "
+                             f"{point.site} out of --arm (VLLM_TAP_ARM)")
 
 
 def _speculative(config: Any) -> str:

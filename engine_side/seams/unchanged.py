@@ -28,8 +28,8 @@ def check_classes(before: Classes, model: nn.Module) -> None:
     for path in before.keys() | after.keys():
         was, is_now = before.get(path), after.get(path)
         if was != is_now:
-            raise StartError(f"vllm-tap: with taps {path} is {is_now}, without {was}: vLLM would serve adapters, "
-                             "quantize or load weights in another way than without vllm-tap")
+            raise StartError(f"vllm-tap: {path} is {is_now} with taps and {was} without, so vLLM would serve adapters, "
+                             "quantize or load weights differently with vllm-tap; arm other sites, and report it")
 
 
 def homes(model: nn.Module, points: Iterable[TapPoint]) -> Homes:
@@ -48,6 +48,6 @@ def check_homes(before: Homes, model: nn.Module) -> None:
     now = dict(model.named_modules())
     for path, (module, sites) in before.items():
         if (other := now.get(path)) is not module:
-            raise StartError(f"vllm-tap: vLLM has put a {type(other).__name__} in the place of {path}, a "
-                             f"{type(module).__name__} with taps of {sites}: its rows would not be those of what the "
-                             "model runs; arm other sites, or start without what does so")
+            raise StartError(f"vllm-tap: vLLM has replaced {path}, a {type(module).__name__} with taps of {sites}, by "
+                             f"a {type(other).__name__}, so its rows would not be those that the model computes; arm "
+                             "other sites, or start without the vLLM option that replaces it")

@@ -257,7 +257,7 @@ class Bursts:
     def _failed(self, burst: Burst) -> None:
         self.counters.failures += 1
         if self.counters.failures == 1:
-            logger.exception("vllm-tap: taking rows of %s failed; they are dropped (logged once)",
+            logger.exception("vllm-tap: copying rows of %s failed, so they are dropped (logged once)",
                              ", ".join(f"{rows.layout.entry.site} as {rows.layout.entry.codec}"
                                        for rows in burst.entries))
 

@@ -49,7 +49,7 @@ class KernelCache:
             if self._claim("raw", site):
                 self._compile("raw", site)
         if self.ready:
-            logger.info("vllm-tap: %d kernels in %.1f s", len(self.ready), time.monotonic() - begin)
+            logger.info("vllm-tap: compiled %d kernels in %.1f s", len(self.ready), time.monotonic() - begin)
 
     def has(self, codec: str, site: str) -> bool:
         """Whether rows of a site in a codec have a kernel now."""
@@ -96,7 +96,8 @@ class KernelCache:
                 else:
                     kernels.warm(*kind, buffer.dtype, buffer.device)
         except Exception:  # the reference encoder does the same, slower
-            logger.exception("vllm-tap: no kernel for %s of %s", codec, site)
+            logger.exception("vllm-tap: compiling the kernel for %s at %s failed; the slower reference encoder is "
+                             "used", codec, site)
             return
         self.ready.add(kind)
         self._on_ready(codec)

@@ -93,7 +93,8 @@ class Layouts:
             self.matrices.ensure(entry.codec, entry.site)
             layout = layout_of(entry, self._staging, self._dtype, self.bytes_max, compiled)
         except (SpecError, MemoryError, torch.OutOfMemoryError) as error:
-            logger.error("vllm-tap: rows of %s cannot be %s, so they are dropped: %s", entry.site, entry.codec, error)
+            logger.error("vllm-tap: rows of %s cannot be encoded as %s, so they are dropped: "
+                         "%s", entry.site, entry.codec, error)
         self._made[entry] = layout
         if compiled != self.kernel_cache.has(entry.codec, entry.site):  # its kernel came in between: look again
             self._made.pop(entry, None)
@@ -112,7 +113,8 @@ class Layouts:
                         with torch.inference_mode():
                             layout.encode(self._staging.buffers[entry.site][:1, :1])
             except Exception:
-                logger.exception("vllm-tap: %s of %s could not be made ready", entry.codec, entry.site)
+                logger.exception("vllm-tap: preparing %s for %s failed; the next step tries "
+                                 "again", entry.codec, entry.site)
 
     def forget(self, codec: str) -> None:
         """Forget the layouts of a codec whose kernel became ready: the next ones are made with it. Any thread may."""

@@ -157,7 +157,7 @@ class Recorder:
         except Exception:
             self.counters.failures += 1
             if self.counters.failures == 1:
-                logger.exception("vllm-tap: taking a step's rows failed; they are missing (logged once)")
+                logger.exception("vllm-tap: copying a step's rows failed, so they are missing (logged once)")
             self.miss_step()
 
     def miss_step(self) -> None:

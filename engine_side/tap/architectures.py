@@ -203,7 +203,8 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
     blocks = _part(model, family.layers)
     if not isinstance(blocks, nn.ModuleList) or len(blocks) != n_layers:
         found = f"{len(blocks)}" if isinstance(blocks, nn.ModuleList) else type(blocks).__name__
-        raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}")
+        raise StartError(f"vllm-tap: looked for {n_layers} blocks at {family.layers}, found {found}; use a vLLM "
+                         "version that is tested")
     stage = stage or Stage(0, 1, 0, n_layers)
     for site in sites:
         if site in family.found:
@@ -280,7 +281,8 @@ def find_embedding(model: nn.Module, family: Family, sites: tuple[str, ...]) -> 
         return None
     embedding = _part(model, family.embedding)
     if not isinstance(embedding, nn.Module):
-        raise StartError(f"vllm-tap: looked for the embedding table at {family.embedding}, not found")
+        raise StartError(f"vllm-tap: looked for the embedding table at {family.embedding}, not found; use a vLLM "
+                         "version that is tested")
     return Embedding(family.embedding, embedding, held)
 
 
@@ -299,7 +301,7 @@ def family_of(names: Sequence[str], config: object) -> Family:
                          f"known: {', '.join(ARCHITECTURES)}")
     switches = turned(names, config)
     if switches.model:
-        raise StartError(f"vllm-tap: {', '.join(names)} with {switches.model}: it cannot be tapped")
+        raise StartError(f"vllm-tap: {', '.join(names)} with {switches.model}; such a model cannot be tapped")
     block, model = ({site: place for site, place in places.items() if site not in switches.sites}
                     for places in (family.block, family.model))
     return replace(family, block=block, model=model, refused=switches.sites, sums=switches.sums)

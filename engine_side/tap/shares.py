@@ -31,8 +31,8 @@ def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], wh
         width = widths[site]
         alike = ranks * width // whole[site]  # ranks that have the same columns; they follow each other
         if alike * whole[site] != ranks * width or not 1 <= alike <= ranks or ranks % alike:
-            raise StartError(f"vllm-tap: cannot tell which columns of {site} a rank has: {width} of {whole[site]} with "
-                             f"tensor_parallel_size={ranks}; arm other sites, or run on one device")
+            raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: cannot tell which {width} of the {whole[site]} "
+                             f"columns of {site} each rank has; arm other sites, or run on one device")
         dealt = layers_of(stages, site, chosen) if stages else [list(chosen)]
         for part in parts:
             stage, rank = divmod(part.rank, ranks)

@@ -93,7 +93,7 @@ def allocate(widths: dict[str, int], layers: dict[str, list[int]], tokens: int, 
     shown = " + ".join(f"{site} {len(layers[site])}×{tokens}×{width}" for site, width in widths.items())
     shown = f"{staging / 2**20:,.1f} MiB ({shown}, {dtype}), scratch {scratch / 2**20:,.1f} MiB"
     if staging + scratch > bytes_max:
-        raise StartError(f"vllm-tap: staging needs {shown}; the budget is {bytes_max / 2**20:,.1f} MiB: arm fewer "
+        raise StartError(f"vllm-tap: staging needs {shown}; the budget is {bytes_max / 2**20:,.1f} MiB; arm fewer "
                          "sites (VLLM_TAP_ARM), lower max_num_batched_tokens or VLLM_TAP_SCRATCH_BYTES, or raise "
                          "VLLM_TAP_STAGING_BYTES_MAX")
     logger.info("vllm-tap: staging %s", shown)

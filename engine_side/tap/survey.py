@@ -42,7 +42,8 @@ def armed_layers(asked: Mapping[str, list[int] | None], survey: Survey) -> dict[
     for site, layers in asked.items():
         has = survey.layers(site)
         if absent := sorted(set(layers or ()) - set(has)):
-            raise StartError(f"vllm-tap: cannot arm {site}.{absent[0]}: this model has {site} in layers {has}")
+            raise StartError(f"vllm-tap: cannot arm {site}.{absent[0]}: this model has {site} in layers {has}; name "
+                             "one of these")
         found[site] = [layer for layer in has if layers is None or layer in layers]
     return found
 
@@ -58,9 +59,10 @@ def probe_places(probes: Mapping[Registered, LoadedProbe], survey: Survey) -> li
         except StartError as error:
             raise StartError(f"{which} site = {site!r}: {error}") from None
         if layer not in layers:
-            raise StartError(f"{which} layer = {layer}: this model has {site} in layers {layers}")
+            raise StartError(f"{which} layer = {layer}: this model has {site} in layers {layers}; name one of these")
         if width != (has := survey.has[site].width):
-            raise StartError(f"{which} directions = [{k}, {width}]: rows of {site} have {has} numbers in this model")
+            raise StartError(f"{which} directions = [{k}, {width}]: rows of {site} have {has} numbers in this model; "
+                             f"make it with [{k}, {has}]")
         found.append((site, layer))
     return found
 

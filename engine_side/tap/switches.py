@@ -27,26 +27,27 @@ class Switch:
     sums: bool = True
 
 
-_CAUSAL: Final = Switch("is_causal", True, (True,), "tokens attend to those after them, so that a row depends on what "
-                                                    "comes later")
+_CAUSAL: Final = Switch("is_causal", True, (True,), "tokens attend to later tokens, so a row depends on tokens after "
+                                                    "it")
 _DUAL_CHUNK: Final = Switch("dual_chunk_attention_config", None, (None,), "the kernel gets five rotations of the "
                             "queries side by side, and keys rotated by their place in a chunk", ("q_rot", "k_rot"))
 _BIAS: Final = Switch("attention_bias", False, (False, None), "vLLM leaves out the output projection's bias, which "
-                      "Hugging Face has, so that nothing shows the rows to be right")
+                      "Hugging Face has, so rows cannot be tested")
 _LLAMA: Final = (_CAUSAL,)
 
 SWITCHES: Final[dict[str, tuple[Switch, ...]]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": (
         *_LLAMA,
-        Switch("llama_4_scaling", None, (None,), "queries are scaled by their position once more after the rotary "
+        Switch("llama_4_scaling", None, (None,), "queries are scaled by their position again, after the rotary "
                                                  "embedding", ("q_rot",)),
-        Switch("ada_rms_norm_t_cond", False, (False, None), "the MLP's input is scaled by more than the tokens"),
+        Switch("ada_rms_norm_t_cond", False, (False, None), "the MLP's input is scaled by another input than the "
+                                                            "tokens"),
     ),
     "Qwen2ForCausalLM": (
         _CAUSAL, _DUAL_CHUNK,
-        Switch("qk_norm", False, (False, None), "queries and keys have norms that Hugging Face's Qwen2 has not, so "
-                                                "that nothing shows the rows to be right"),
+        Switch("qk_norm", False, (False, None), "queries and keys have norms that Hugging Face's Qwen2 does not have, "
+                                                "so rows cannot be tested"),
     ),
     "Qwen3ForCausalLM": (_CAUSAL, _DUAL_CHUNK, _BIAS),
     "Phi3ForCausalLM": _LLAMA,
@@ -58,20 +59,20 @@ SWITCHES: Final[dict[str, tuple[Switch, ...]]] = {
     "MixtralForCausalLM": (_CAUSAL,),
     "Qwen3MoeForCausalLM": (
         _CAUSAL, _DUAL_CHUNK, _BIAS,
-        Switch("shared_expert_intermediate_size", 0, (0, None), "mlp_out has a shared expert in it that Hugging Face's "
-               "Qwen3-MoE has not, so that nothing shows it to be right"),
+        Switch("shared_expert_intermediate_size", 0, (0, None), "mlp_out contains a shared expert that Hugging Face's "
+               "Qwen3-MoE does not have, so rows cannot be tested"),
     ),
     "OPTForCausalLM": (
         _CAUSAL,
-        Switch("do_layer_norm_before", True, (True,), "norms follow the additions: no tensor is the stream between "
-               "attention and MLP as other models have it, and no norm follows the last block",
+        Switch("do_layer_norm_before", True, (True,), "norms follow the additions, so no tensor is the stream between "
+               "attention and MLP, and no norm follows the last block",
                ("resid_mid", "final_norm"), sums=False),
         Switch("_remove_final_layer_norm", False, (False, None), "no norm follows the last block", ("final_norm",)),
     ),
     "GPTNeoXForCausalLM": (
         _CAUSAL,
-        Switch("use_parallel_residual", True, (False,), "attention and MLP read the same stream: there is none between "
-                                                        "them", ("resid_mid",)),
+        Switch("use_parallel_residual", True, (False,), "attention and MLP read the same stream, so there is none "
+                                                        "between them", ("resid_mid",)),
     ),
 }
 

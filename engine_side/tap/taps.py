@@ -217,8 +217,8 @@ def found(owner: Any, method: str) -> Forward:
     elif isinstance(own, types.MethodType):
         function = own.__func__
     else:
-        raise StartError(f"vllm-tap: cannot tap a {type(owner).__name__} whose {method} vLLM replaces in every call; "
-                         "switch off what does so (cpu_offload_gb, offload_group_size)")
+        raise StartError(f"vllm-tap: cannot tap a {type(owner).__name__}, because vLLM replaces its {method} in every "
+                         "call; leave cpu_offload_gb and offload_group_size out")
     return function
 
 

@@ -135,4 +135,5 @@ def _loaded(name: str) -> str:
         path = line.partition("/")[2]
         if path.rpartition("/")[2].startswith(name):
             return f"/{path}"
-    raise StartError(f"vllm-tap: no {name} among the libraries of this process: capture cannot reach the device")
+    raise StartError(f"vllm-tap: {name} is not loaded in this process, and capture needs it on a GPU; install PyTorch "
+                     "with CUDA")

@@ -138,7 +138,7 @@ def _plain(value: Any) -> bytes | int:
         return np.asarray(value, np.int64).tobytes()
     if isinstance(value, np.integer):
         return int(value)
-    raise NotImplementedError(f"{type(value).__name__} is no part of an event")
+    raise NotImplementedError(f"{type(value).__name__} cannot be part of an event")
 
 
 def _array_of(kind: type, value: Any) -> Any:

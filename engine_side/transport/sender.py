@@ -123,7 +123,8 @@ class Sender:
             self.connection.say(Ping(self._state()))  # what was counted since the last one
             self.connection.say(Bye(self.window.last))
             if self.window.unacked:
-                logger.warning("vllm-tap: %d messages were not acknowledged before the end", len(self.window.unacked))
+                logger.warning("vllm-tap: the engine ends with %d messages that the writer has not acknowledged; their "
+                               "rows may be lost", len(self.window.unacked))
         finally:
             self._shared.abandoned = True
             self.connection.close(linger_ms=500)
@@ -136,8 +137,8 @@ class Sender:
             self._alone_since_s = float("inf")
         elif time.monotonic() - self._alone_since_s > _ALONE_S:
             self._alone_since_s = float("inf")
-            logger.warning("vllm-tap: no writer answers at %s for %.0f s: does it run, and does it know this engine's "
-                           "key?", self._endpoint, _ALONE_S)
+            logger.warning("vllm-tap: no writer has answered at %s for %.0f s; check that it runs, and that it has "
+                           "this engine's key", self._endpoint, _ALONE_S)
         self._send_unsent()
         if self.connection.wait(_BUSY_POLL_MS if busy or self.frames.open else _IDLE_POLL_MS):
             self._receive()
@@ -251,8 +252,8 @@ class Sender:
         self._record_bytes += len(data)
         if self._record_bytes > limits.records_pending_bytes_max and not self._shared.writer_away:
             self._shared.writer_away = True
-            logger.warning("vllm-tap: %d MiB of records wait for a writer that is away: no capture is begun until it "
-                           "is back", self._record_bytes >> 20)
+            logger.warning("vllm-tap: the writer is away, and %d MiB of records wait for it; requests are not captured "
+                           "until it is back", self._record_bytes >> 20)
 
     # ── to the writer and back ──────────────────────────────────────────────────────────────────────────────────
 
@@ -302,8 +303,8 @@ class Sender:
                     self._take_refusal(seq, code)
                 self._cover(answer.durable)
             elif isinstance(answer, messages.Welcome):
-                logger.warning("vllm-tap: the writer's store does not hold what was durable before; a new stream "
-                               "begins")
+                logger.warning("vllm-tap: the writer's store lacks rows that it had acknowledged (was it put back to "
+                               "an earlier state?); the engine begins a new stream")
                 self._begin_again()
             elif answer.code == "fenced":
                 self._leave_to_the_other()
@@ -324,9 +325,9 @@ class Sender:
         """A copy of this process goes on with the stream, and with the captures that were begun in it."""
         opening = {outgoing.opens for outgoing in self.window.unacked.values() if outgoing.opens}
         begun = [capture for capture in self._layers if capture not in opening]
-        logger.error("vllm-tap: another process goes on with this sender's stream (was it cloned, or a snapshot of it "
-                     "resumed twice?): a new stream begins; rows of %d captures that had begun are not taken from "
-                     "here, and named as fenced where nobody has them", len(begun))
+        logger.error("vllm-tap: another process continues this sender's stream (was this process cloned, or a snapshot "
+                     "of it resumed twice?), so this one begins a new stream. The writer takes no more rows of %d "
+                     "running captures from here; their manifests name missing rows as fenced", len(begun))
         self._begin_again()
         self._doubtful = opening
         for capture in begun:

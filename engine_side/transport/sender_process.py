@@ -64,7 +64,7 @@ class SenderProcess:
                 [sys.executable, "-P", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})  # NumPy would start threads that it never uses
         except OSError as error:
-            raise StartError(f"vllm-tap: the sender's process does not start: {error}") from None
+            raise StartError(f"vllm-tap: the sender's process cannot be started: {error}") from None
         self._watcher = threading.Thread(target=self._watch, name="vllm-tap-sender", daemon=True)
         self._watcher.start()
 
@@ -89,8 +89,8 @@ class SenderProcess:
             code = self._process.poll()
             if code is not None or time.monotonic() > until:
                 raise StartError("vllm-tap: the sender's process " + (
-                    f"does not begin in {_BEGIN_S:.0f} s" if code is None else
-                    f"ended before it began ({_named(code)}); what it wrote to its standard error says why"))
+                    f"did not start within {_BEGIN_S:.0f} s" if code is None else
+                    f"ended while it started ({_named(code)}); its standard error says why"))
             time.sleep(0.005)
 
     def close(self, timeout_s: float = 7.0) -> None:
@@ -109,8 +109,8 @@ class SenderProcess:
         code = self._process.wait()
         known, self._shared.abandoned = self._shared.closing or self._shared.abandoned, 1
         if not known:
-            logger.error("vllm-tap: the sender's process ended (%s): nothing more is captured until the engine is "
-                         "started again; generation goes on", _named(code))
+            logger.error("vllm-tap: the sender's process ended (%s). Generation goes on, but nothing is captured; "
+                         "restart the engine to capture again", _named(code))
 
 
 def _named(code: int) -> str:

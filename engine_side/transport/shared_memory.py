@@ -189,7 +189,8 @@ class Outbox:
                 if shared.taken != self._seen[0]:
                     self._seen = shared.taken, time.monotonic()
                 elif self._overflow_bytes > _OVERFLOW_MAX and time.monotonic() - self._seen[1] > _STILL_S:
-                    logger.error("vllm-tap: the sender's process takes nothing any more; nothing more is captured")
+                    logger.error("vllm-tap: the sender's process hangs, so nothing more is captured; restart the "
+                                 "engine")
                     shared.abandoned = True
                     self._forget()
                 return False

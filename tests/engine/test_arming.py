@@ -35,7 +35,7 @@ def test_another_librarys_code_is_refused_before_the_weights_are_read(monkeypatc
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_TAP_ARM", "resid_post")
-    with in_this_process(), refused_start("model_impl='transformers': taps know vLLM's own code"):
+    with in_this_process(), refused_start("model_impl='transformers': the sites of .* in vLLM's own code only"):
         LLM(str(family_model("llama", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256,
             model_impl="transformers", **SHARED)
 

@@ -34,7 +34,7 @@ def test_rows_of_a_default_engine_in_the_callers_process(
                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
     said = [line for line in run.stdout.splitlines() if line.startswith("GENERATED ")]
     assert run.returncode == 0 and said, run.stdout[-4000:]
-    assert "vLLM 0.99.0 is outside the tested range 0.26 to 0.32; the self-test decides" in run.stdout
+    assert "vLLM 0.99.0 is outside the tested range 0.26 to 0.32; the start-up self-test decides" in run.stdout
     assert "\nMADE 1\n" in run.stdout, "a projection's matrix was left to the steps"
     engine = Engine(None, reader, reference_of("qwen3"))
     for id_, tokens in zip(ids, json.loads(said[0].removeprefix("GENERATED ")), strict=True):

@@ -71,7 +71,7 @@ def test_a_writer_that_does_not_answer_is_told(tmp_path: Path, monkeypatch: pyte
         writer.bind(str(tmp_path / "w"))
         writer.listen(0)
         waiting.enter_context(socket.socket(socket.AF_UNIX)).connect(str(tmp_path / "w"))
-        with pytest.raises(StartError, match=r"whether a writer listens at .*/w cannot be told: Resource temp"):
+        with pytest.raises(StartError, match=r"the socket .*/w cannot be opened: Resource temp"):
             from_environment(settings)
 
 
@@ -87,7 +87,7 @@ def test_another_users_socket_is_refused() -> None:
             signal.pause()
         try:
             assert until(lambda: Path(folder, "w").exists(), 30)
-            with pytest.raises(StartError, match=r"another user's \(uid 65534; this engine's is 0\)"):
+            with pytest.raises(StartError, match=r"belongs to user 65534, and the engine runs as user 0"):
                 from_environment({"VLLM_TAP_ENDPOINT": f"ipc://{folder}/w|tcp://store:5570"})
         finally:
             os.kill(child, signal.SIGKILL)
@@ -107,13 +107,13 @@ def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
     ("settings", "says"),
     [
         ({"VLLM_TAP_ENDPOINT": "http://127.0.0.1:5555"}, "must be ipc://PATH"),
-        ({"VLLM_TAP_ENDPOINT": "tcp://::1:5570"}, "stands in brackets"),
-        ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "needs a folder of keys"),
-        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "no other does"),
-        ({"VLLM_TAP_ENDPOINT": "tcp://h:5555|ipc:///tmp/x"}, "of two, the first must be ipc:///PATH"),
-        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x|ipc:///tmp/y"}, "then | and tcp://HOST:PORT"),
-        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x |tcp://h:1"}, "of two, the first must be ipc:///PATH"),
-        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x|tcp://h:1|tcp://h:2"}, "of two, the first must be ipc:///PATH"),
+        ({"VLLM_TAP_ENDPOINT": "tcp://::1:5570"}, "IPv6 address in brackets"),
+        ({"VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "folder of keys for a writer on another host"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x", "VLLM_TAP_CURVE": "keys"}, "to nothing for one on this host"),
+        ({"VLLM_TAP_ENDPOINT": "tcp://h:5555|ipc:///tmp/x"}, "two addresses must be ipc:///PATH"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x|ipc:///tmp/y"}, "ipc:///PATH|tcp://HOST:PORT"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x |tcp://h:1"}, "two addresses must be ipc:///PATH"),
+        ({"VLLM_TAP_ENDPOINT": "ipc:///tmp/x|tcp://h:1|tcp://h:2"}, "two addresses must be ipc:///PATH"),
         ({"VLLM_TAP_ENDPOINT": f"ipc:///{'x' * 120}|tcp://h:1"}, "at most 100 characters"),
         ({"VLLM_TAP_ENDPOINT": "ipc:///nobody/here|tcp://h:5555"}, "no writer listens at ipc:///nobody/here"),
         ({"VLLM_TAP_CURVE": "/x", "VLLM_TAP_ENDPOINT": "tcp://0.0.0.0:5555"}, "/x/sender.key_secret: no key"),
@@ -127,7 +127,7 @@ def test_probes_in_another_order_are_another_graph(tmp_path: Path) -> None:
         ({"VLLM_TAP_PROBES": "tone=a, tone=b"}, "named twice"),
         ({"VLLM_TAP_ENGINE": "a b"}, "a name is 1 to 64 of"),
         ({"VLLM_TAP_ON_FULL": "maybe"}, "valid: drop, wait"),
-        ({"VLLM_TAP_RING_BYTES": "1GB"}, "must be a number of bytes"),
+        ({"VLLM_TAP_RING_BYTES": "1GB"}, "must be a whole number"),
         ({"VLLM_TAP_RING_BYTES": "100"}, "at least"),
     ],
 )
@@ -141,8 +141,8 @@ def test_refusals(settings: dict[str, str], says: str) -> None:
 @pytest.mark.parametrize(
     ("version", "on_gpu", "says"),
     [("0.26.0", True, ""), ("0.26.0", False, ""), ("0.32.0", False, ""), ("0.30.1rc2+cpu", False, ""),
-     ("0.27.1", True, "vLLM 0.27.1 is tested on the CPU alone; tested on a GPU: 0.26; the self-test decides"),
-     ("0.32.0", True, "tested on a GPU: 0.26;"), ("0.25.9", True, "outside the tested range 0.26 to 0.32;"),
+     ("0.27.1", True, "vLLM 0.27.1 is tested on a CPU only, and 0.26 on a GPU; the start-up "),
+     ("0.32.0", True, "0.26 on a GPU"), ("0.25.9", True, "outside the tested range 0.26 to 0.32;"),
      ("0.33.0", False, "outside"), ("1.0", True, "outside"), ("dev", False, "vLLM dev is outside")],
 )
 def test_the_range_of_tested_versions(version: str, on_gpu: bool, says: str) -> None:

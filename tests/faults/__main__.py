@@ -19,17 +19,22 @@ from tests.faults.rows import NOT_APPLICABLE, NOT_SURVIVED, ROWS
 from tests.mutants.page import PAGE, kept
 from tests.support.store_helpers import ROOT
 
-HEAD = """# Faults: what was done to the writer and its store, and what came of it
+HEAD = """# Faults: what the writer and its store survive
 
-Written by `make faults` ({when}, {machine}, {minutes:.0f} minutes, seed {seed}); `make faults ROWS="1 11" SEED=7` runs
-some rows with another seed and leaves this page alone. A small part of every case runs with `make test`.
+`make faults` writes this page ({when}, {machine}, {minutes:.0f} minutes, seed {seed}). `make faults ROWS="1 11"
+SEED=7` runs some rows with another seed and does not change the page. `make test` runs a small part of every case.
 
-After every case the same is asserted: what was acknowledged is readable and bit-equal; nothing is called complete that
-is not; no row is made up (missing rows are missing, never zeros); every status is a known one and
-expected = captured + missing. The power is simulated: bytes that were not synced are the old ones again, cut off, zeros
-or noise, in blocks too, and names that were not synced come back or are gone. Among the cases of row 1 is a state
-machine that does all of this in any order and compares a model in memory:
-`pytest tests/faults/test_state_machine.py --hypothesis-seed=7` plays the same again, `make soak` plays longer.
+Every case ends with the same checks:
+
+- acknowledged rows are readable and bit-equal;
+- no incomplete capture is called complete;
+- no row is made up: missing rows are missing, never zeros;
+- every status is a known one, and expected = captured + missing.
+
+Power losses are simulated. Bytes that were not synced return to their old content, or become zeros or noise, or are
+cut off, in blocks too. Names that were not synced return, or are gone. Row 1 includes a state machine that does all
+of this in any order and compares the store with a model in memory. `pytest tests/faults/test_state_machine.py
+--hypothesis-seed=7` repeats a run of it, `make soak` runs it longer.
 
 | row | fault | cases | what was done | result |
 |---|---|---|---|---|

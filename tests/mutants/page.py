@@ -11,9 +11,9 @@ from tests.support.store_helpers import ROOT
 PAGE = ROOT / "docs" / "evidence" / "faults.md"
 TITLE = "\n## Mutants\n"
 HEAD = """
-Written by `make mutants` ({when}); `make mutants K="fs: journal:"` runs some and writes their lines alone. Tests are
-worth what they see. So one sync, order, check or lock is taken out at a time, in a copy of the tree, and a fast test
-must fail where it asserts what was promised: {killed} of {count} are killed.
+`make mutants` writes this table ({when}). `make mutants K="fs: journal:"` runs some of them and updates only their
+lines. A mutant is a copy of the code without one sync, order, check or lock. For each mutant a fast test must fail,
+at the assertion of the promise that the mutant breaks: {killed} of {count} are found.
 
 | taken out of | what | promise broken | seen by |
 |---|---|---|---|

@@ -254,34 +254,54 @@ def test_messages_are_quoted_as_the_code_says_them() -> None:
 
 # Pages of plain sentences: others join as they are rewritten.
 PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
-    "index.md", "concepts.md", "tutorials/first-capture.md", "howto/coming-from.md", "howto/troubleshooting.md",
-    "reference/sizes.md", "reference/spec.md", "explain/what-it-does-not-do.md", "evidence/production-checklist.md",
-    "howto/edits.md", "howto/look-inside.md", "explain/tap.md", "reference/operations.md", "reference/protocol.md",
-    "reference/store.md", "reference/errors.md", "reference/settings.md", "reference/metrics.md", "reference/limits.md",
-    "reference/codecs.md", "explain/security.md", "explain/walk.md", "tutorials/logit-lens.md", "howto/containers.md",
-    "howto/extend.md", "howto/operate.md", "howto/patching.md", "howto/probes.md", "howto/ray.md",
-    "howto/sae-training.md", "howto/several-engines.md", "howto/several-hosts.md", "howto/verify.md",
-    "howto/xarray.md")), *HTTP)
+    "index.md", "concepts.md", "tutorials/first-capture.md", "tutorials/logit-lens.md", "howto/attention.md",
+    "howto/buckets.md", "howto/coming-from.md", "howto/containers.md", "howto/edits.md", "howto/extend.md",
+    "howto/look-inside.md", "howto/operate.md", "howto/patching.md", "howto/probes.md", "howto/ray.md",
+    "howto/sae-training.md", "howto/several-engines.md", "howto/several-hosts.md", "howto/troubleshooting.md",
+    "howto/verify.md", "howto/xarray.md", "explain/security.md", "explain/tap.md", "explain/walk.md",
+    "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md", "reference/errors.md",
+    "reference/limits.md", "reference/metrics.md", "reference/operations.md", "reference/protocol.md",
+    "reference/settings.md", "reference/sizes.md", "reference/spec.md", "reference/store.md", "evidence/faults.md",
+    "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/performance.md",
+    "evidence/production-checklist.md")), *HTTP)
 WORDS_MAX: Final = 30  # of a sentence; 25 is the aim
+_CLAUSE: Final = re.compile(r"\*?(What|Who|Whoever|Whatever|Where) ")
+
+
+def sentences(page: str) -> list[str]:
+    """Sentences with their ends, outside blocks of code, tables and headings."""
+    text = re.sub(r"^```.*?^```$|^ *\|.*?$|^#.*?$", "\n\n", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    blocks = re.split(r"\n\s*\n|\n *(?=[-*] |\d+\. )", text)
+    parts = [part for block in blocks for part in re.split(r"(?<=[.;:?!])\s", block)]
+    return [re.sub(r"^([-*]|\d+\.) ", "", " ".join(part.split())) for part in parts if part.strip()]
 
 
 def long_sentences(page: str) -> list[str]:
-    """Sentences with more than WORDS_MAX words, outside blocks of code and tables."""
-    text = re.sub(r"^```.*?^```$|^\|.*?$|^#.*?$", "\n\n", page, flags=re.MULTILINE | re.DOTALL)
-    text = re.sub(r"\]\([^)]*\)", "]", text)
-    blocks = re.split(r"\n\s*\n|\n(?=[-*] |\d+\. )", text)
-    sentences = [part for block in blocks for part in re.split(r"[.;:?!]\s", block)]
-    return [" ".join(part.split()) for part in sentences if len(part.split()) > WORDS_MAX]
+    """Sentences with more than WORDS_MAX words."""
+    return [one for one in sentences(page) if len(one.split()) > WORDS_MAX]
+
+
+def clauses(page: str) -> list[str]:
+    """Sentences that begin with a clause in place of a subject or a condition; a question may."""
+    return [one for one in sentences(page) if _CLAUSE.match(one) and not one.endswith("?")]
 
 
 @pytest.mark.parametrize("page", PLAIN)
-def test_sentences_are_short(page: str) -> None:
-    assert long_sentences((ROOT / page).read_text()) == []
+def test_sentences_are_short_and_begin_with_a_subject(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert long_sentences(text) == [] and clauses(text) == []
 
 
 def test_a_long_sentence_is_seen() -> None:
     assert long_sentences("# T\n\nShort. " + "word " * 31 + "end.\n\n```\n" + "code " * 40 + "\n```\n") != []
     assert long_sentences("Short one. " * 20 + "\n| " + "cell " * 40 + "|\n") == []
+
+
+def test_a_clause_in_place_of_a_subject_is_seen() -> None:
+    page = "Rows come. What is armed costs.\n\n- Where it fits, it stays.\n  - *Who asks* waits\n\n# What holds\n"
+    assert clauses(page) == ["What is armed costs.", "Where it fits, it stays.", "*Who asks* waits"]
+    assert clauses("What holds? **What counts.** Rows.") == []
 
 
 # ── recipes ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ from vllm_tap import Client
 LACKING = [name for name in ("torch", "xarray", "datasets", "zarr", "tensorstore") if find_spec(name) is None]
 needs_more = pytest.mark.skipif(bool(LACKING), reason=f"not installed: {', '.join(LACKING)}")
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-NEEDS_VLLM = ("from vllm import", "vllm_xargs", "AutoModelForCausalLM")
+NEEDS_VLLM = ("from vllm import", "vllm_xargs", "AutoModelForCausalLM", "transformer_lens")
 
 
 @pytest.fixture(scope="module")

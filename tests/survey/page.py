@@ -13,27 +13,29 @@ BAR: Final = {"float32": 1e-4, "bfloat16": 5e-2}  # of a row's length
 _WORDS: Final = {"admitted": "admitted", "refused": "refused", "not started": "not started here"}
 _HEAD: Final = """# Models
 
-What the start does with every text architecture that vLLM knows, and with five models that take images (their rows of
-text; vLLM starts them where torchvision is installed): a small model of each (few layers, random weights) is loaded on
-a CPU, and the search of its sites ([how it works](../explain/tap.md#models-that-are-in-no-table)) is run on it.
-Written by `make survey`.
+`make survey` writes this page. It loads a small model of every text architecture that vLLM knows (few layers, random
+weights) on a CPU. Then it runs the start-up search for the model's sites
+([how it works](../explain/tap.md#models-that-are-in-no-table)). It does the same with the text rows of five models that
+take images. vLLM starts these only if torchvision is installed.
 
 {counts}
 
-*Admitted* says which tensor a row is: the stream adds up, and moves with what is added to it. It does not say that
-vLLM computes the model: parity with Hugging Face does, [here](parity.md) for all sites under the scheduler's
-features, and in the column *Hugging Face* for the stream, its outputs, `embed` and `final_norm` of one prompt and
-what followed it (the worst row's error over its length; in bfloat16, which vLLM's linear attention for the CPU wants,
-the median row's of the worst layer; "–" where it was not held). *Refused* means that an engine
-with taps does not start, and says this reason. *Not started here* is vLLM's own word on this machine, or a small
-configuration that nobody has found yet: on a GPU such a model may start, and is looked into there as well.
+- *Admitted*: it is proved which tensor a row is. The stream adds up, and it moves with a value that is added to a
+  row. This does not show that vLLM computes the model correctly. [Parity](parity.md) with Hugging Face shows it,
+  for all sites and the scheduler's features.
+- The column *Hugging Face* compares the stream, its outputs, `embed` and `final_norm`, for one prompt and its
+  answer. It has the worst row's error over its norm. Models that need bfloat16 (vLLM's linear attention on a CPU)
+  have the median row's error of the worst layer. "–" means that the model was not compared.
+- *Refused*: an engine with taps does not start, and says this reason.
+- *Not started here*: vLLM refused the model on this machine, with these words, or no working small configuration is
+  known yet. Such a model may start on a GPU, where the search runs as well.
 
-Where a row is off by more than rounding, the stream is off as well, which is proved to be what the model's output
-is made of: vLLM computes another number there than Hugging Face. For Apertus, BLOOM and Nemotron-H that is another
-form of an activation or a scan, [as far off without taps](parity.md). The bias of Ernie 4.5 MoE's router is zero
-here: vLLM's CPU build leaves it out.
+If a row is off by more than rounding, the stream is off as well. The stream is proved to be the source of the
+model's output, so vLLM computes another number there than Hugging Face. Apertus, BLOOM and Nemotron-H have another
+form of an activation or a scan, and are [as far off without taps](parity.md). The bias of Ernie 4.5 MoE's router is
+zero here, because vLLM's CPU build leaves it out.
 
-| architecture | result | sites, or why not | Hugging Face |
+| architecture | result | sites, or the reason | Hugging Face |
 |---|---|---|---|
 """
 

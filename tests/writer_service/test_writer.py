@@ -823,7 +823,7 @@ def test_an_endpoint_that_is_a_file_of_somebody_is_left_alone(store: Path, tmp_p
     done = subprocess.run(
         [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", f"ipc://{folder}/thesis"],
         cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2 and "no socket" in done.stderr and (folder / "thesis").read_text() == "mine"
+    assert done.returncode == 2 and "not a socket" in done.stderr and (folder / "thesis").read_text() == "mine"
 
 
 def test_a_page_goes_on_after_a_capture_that_was_deleted_meanwhile(store: Path, engine: Sender, api: Sender) -> None:

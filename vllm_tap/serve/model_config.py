@@ -226,8 +226,8 @@ def check_arguments(model: str, engine_args: Sequence[str]) -> None:
     for flag, value in pairwise(words):
         short = flag.replace("_", "-")  # vLLM takes it cut short too
         if len(short) > len("--model-") and "--model-impl".startswith(short) and value == "transformers":
-            raise StartError(f"--model-impl = {value!r} after --: taps know vLLM's own code of "
-                             f"{', '.join(known.architectures)}; leave it out")
+            raise StartError(f"--model-impl = {value!r} after --: the sites of {', '.join(known.architectures)} are "
+                             "known in vLLM's own code only; leave it out")
 
 
 def _may_change_it(argument: str) -> bool:

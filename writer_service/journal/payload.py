@@ -29,7 +29,8 @@ def find_payload(frame: Frame, ring: MappedRing | None, parts: Sequence[memoryvi
     for part in frame.streams:
         if part.extents:
             if ring is None:
-                raise ProtocolError(f"frame {frame.seq}: {part.name} lies in a ring that cannot be read; send parts")
+                raise ProtocolError(f"frame {frame.seq}: {part.name} is in a ring that this writer cannot read; send "
+                                    "parts")
             buffers = [ring.run(offset, nbytes) for offset, nbytes in part.extents]
         else:
             buffers, size = [], 0
@@ -38,7 +39,8 @@ def find_payload(frame: Frame, ring: MappedRing | None, parts: Sequence[memoryvi
                 size += parts[used].nbytes
                 used += 1
             if size != part.nbytes:
-                raise ProtocolError(f"frame {frame.seq}: {part.name} has {size} bytes in parts, {part.nbytes} named")
+                raise ProtocolError(f"frame {frame.seq}: {part.name} has {size} bytes in parts, its header says "
+                                    f"{part.nbytes}")
         streams.append(buffers)
     if used != len(parts):
         raise ProtocolError(f"frame {frame.seq}: {len(parts) - used} payload parts too many")

@@ -201,7 +201,7 @@ class CaptureRules:
 
     def _open(self, stream: str, epoch: int, opened: Open, member: Member) -> Effect:
         check_open(opened)
-        need(member.rank == LEADER, "Open", f"of rank {LEADER} of a group, not of rank {member.rank}")
+        need(member.rank == LEADER, "Open", f"from rank {LEADER} of a group, not from rank {member.rank}")
         opener = (stream, epoch, opened.request)
         state = self.get(opened.capture)
         if state is not None:
@@ -224,17 +224,17 @@ class CaptureRules:
         """Before its Open or after it: streams do not wait for each other. Who came first says whose it is."""
         need(split_capture_id(joined.capture) is not None, "capture", "a capture id")
         need(bool(member.group) and member.rank != LEADER, "Join",
-              f"of a rank of a group that does not lead it, not of rank {member.rank} of group {member.group!r}")
+              f"from a rank of a group other than {LEADER}, not from rank {member.rank} of group {member.group!r}")
         state, part = self.get(joined.capture), PartState((stream, epoch), joined.seq)
         if state is not None:
             if state.deleted or state.failed:
                 what = "deleted" if state.deleted else "closed as failed"
                 raise RefusedError("conflict", f"capture {joined.capture} was {what}")
             if (state.opener is not None or state.parts) and state.group != member.group:
-                raise RefusedError("conflict", f"capture {joined.capture} is of another engine")
+                raise RefusedError("conflict", f"capture {joined.capture} belongs to another engine")
             known = state.parts.get(member.rank)
             if known is not None and (known.sender, known.open_seq) != (part.sender, part.open_seq):
-                raise RefusedError("conflict", f"rank {member.rank} has joined capture {joined.capture} already")
+                raise RefusedError("conflict", f"rank {member.rank} has already joined capture {joined.capture}")
 
         def effect() -> None:
             known = state or self._remember(joined.capture, CaptureState())
@@ -266,12 +266,13 @@ class CaptureRules:
             need(record.reason in REASONS, "reason", f"one of {', '.join(REASONS)}")
             return _nothing
         if isinstance(record, Finish):
-            need(begun is state, "Finish", f"of rank {LEADER}; rank {member.rank} says PartFinish")
+            need(begun is state, "Finish", f"from rank {LEADER}; rank {member.rank} sends PartFinish")
             need(0 <= record.end <= limits.position_max, "end", f"0 to {limits.position_max}")
             need(len(record.output_token_ids) % 4 == 0, "output_token_ids", "4 bytes a token")
             need(0 <= record.recomputed <= number_max, "recomputed", f"0 to {number_max}")
         else:
-            need(begun is not state, "PartFinish", "of a rank that joined; who opened a capture says Finish")
+            need(begun is not state, "PartFinish", "from a rank that joined; the rank that opened a capture sends "
+                                                   "Finish")
 
         def effect() -> None:
             begun.finish_seq, state.batch = record.seq, self.batch

@@ -71,8 +71,8 @@ class LostRanks:
     def _tell(self, group: str, lost: list[int]) -> bool:
         if not self._journal.try_append(SenderState("", 0, "writer"), RanksLost(group, lost)):
             return False
-        log.warn("ranks_lost", f"ranks {lost} of the engine {group} have no sender any more: start it again"
-                 if lost else f"the engine {group} has no lost ranks any more", group=group, ranks=lost)
+        log.warn("ranks_lost", f"ranks {lost} of the engine {group} have lost their senders; restart the engine"
+                 if lost else f"all ranks of the engine {group} have senders again", group=group, ranks=lost)
         self._told[group] = lost
         return True
 

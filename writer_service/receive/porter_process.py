@@ -52,8 +52,8 @@ def shares_of(descriptors: int) -> Shares:
     """
     room = descriptors - limits.descriptors_reserved
     if room < limits.descriptors_reserved:
-        raise StartError(f"this process may have {descriptors} files open (RLIMIT_NOFILE): at least "
-                         f"{2 * limits.descriptors_reserved} are needed; raise it with `ulimit -n`")
+        raise StartError(f"RLIMIT_NOFILE = {descriptors}: the writer needs at least {2 * limits.descriptors_reserved} "
+                         "open files; raise it with `ulimit -n`")
     local = min(limits.connections_local_max, room // 4)
     return Shares(local, min(limits.connections_remote_max, room // 4), local)
 
@@ -109,7 +109,7 @@ class PorterProcess:
             return 0.0
         self._silent_s += since_s
         if self._silent_s > self._patience_s and self._process is not None:
-            log.warn("porter_stands", "the process that accepts connections has stood still for "
+            log.warn("porter_stands", "the process that accepts connections has not responded for "
                                       f"{self._silent_s:.0f} s; it is killed and started again")
             self._process.kill()
             # On a machine where it comes no further in that time, one has to begin some time.

@@ -311,7 +311,7 @@ class Receiver:
     def _take_record(self, state: SenderState, record: Record) -> None:
         try:
             if state.remote and not isinstance(record, _FROM_AFAR):
-                raise RefusedError("forbidden", f"{type(record).__name__} comes from this host alone")
+                raise RefusedError("forbidden", f"{type(record).__name__} is accepted from this host only")
             if isinstance(record, Open) and state.group:
                 _check_codecs(state, record)
             effect = self._rules.accept(state.stream, state.epoch, record, Member(state.group, state.rank))

@@ -198,10 +198,10 @@ def _path(endpoint: str) -> Path:
 def _check_place(path: Path) -> None:
     info = path.parent.stat()
     if info.st_uid != os.geteuid() or info.st_mode & 0o077:
-        raise StartError(f"--endpoint: {path.parent} must belong to this user alone (mode 0700); "
-                         f"it has mode {info.st_mode & 0o777:04o}; name a folder of its own, which is made")
+        raise StartError(f"--endpoint: {path.parent} has mode {info.st_mode & 0o777:04o}, and must belong to this user "
+                         "alone (mode 0700); name a folder that does not exist yet, and the writer makes it")
     if path.exists() and not path.is_socket():
-        raise StartError(f"--endpoint: {path} is there and is no socket; name another path")
+        raise StartError(f"--endpoint: {path} exists and is not a socket; name another path")
 
 
 def _remote(context: zmq.Context[Any], path: Path, curve: Path, authenticator: ThreadAuthenticator

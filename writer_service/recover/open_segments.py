@@ -38,7 +38,7 @@ def index_open_segments(db: sqlite3.Connection, store: Path, state: Recovered) -
         for at in (*(offset for offset, _ in known), end):
             if newer_frame(data, at, state.uuid):
                 raise StoreError("read segment", path, f"a frame at byte {at} is of a newer version",
-                                 "use the newer program: this one would cut it off")
+                                 "run the newer version; this one would cut the frame off")
         if views:  # before the catalog hears of them: what it knows is on the disk
             state.cut_bytes += fs.cut(path, end)
         gone = _forget_rows(db, number, {view.offset for view in views}, end)

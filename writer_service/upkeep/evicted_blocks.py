@@ -99,7 +99,8 @@ def recall(store: Path, number: int) -> bool:
     nbytes, free = bytes_away(store, [number]), shutil.disk_usage(store).free
     if nbytes + room_kept > free:
         raise StoreError("recall", block_name(number), f"its rows take {nbytes:,} bytes, and {free:,} are free, "
-                         f"of which {room_kept:,} are kept for what comes", "push with a smaller --local-bytes")
+                         f"of which {room_kept:,} must stay free", "free some space, or push with a smaller "
+                         "--local-bytes")
     _fetch(store, record)
     fs.remove(store / evicted_name(number))
     return was_away
@@ -170,7 +171,7 @@ def _fetch(store: Path, record: Evicted) -> None:
                 continue
             found = objects.stream(f"{record.key}/{name}", stored.nbytes, lambda data: _write(fresh, data))
             if found != stored:
-                raise StoreError("recall", f"{record.url}/{record.key}/{name}", f"{found} came, {stored} was sent")
+                raise StoreError("recall", f"{record.url}/{record.key}/{name}", f"read {found}, expected {stored}")
             fs.sync_files([fresh])
             fs.rename(fresh, target)
     except FileNotFoundError as error:

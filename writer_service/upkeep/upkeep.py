@@ -203,17 +203,18 @@ class Upkeep:
         if evicted_blocks.was_evicting(self._store):  # deleted rows come back from the bucket first, which takes room
             if not self._told_evicting:
                 self._told_evicting = True
-                log.warn("retention_is_off", "rows of this store were evicted to a bucket: --retain-bytes deletes "
-                         "nothing, vllm-tap push --local-bytes bounds what they take of the disk")
+                log.warn("retention_is_off", "--retain-bytes deletes nothing, because rows of this store were evicted "
+                         "to a bucket; limit the disk with vllm-tap push --local-bytes")
             return
         if done.expired or done.changes or done.retire or done.put_off:
             return  # what is being erased comes back first
         excess = done.used_bytes - self._retain_bytes
         in_vain = excess > 0 and self._owed > self._retain_bytes // owed_share
         if in_vain and not self._in_vain:
-            log.warn("retention_in_vain", f"rows take {done.used_bytes} bytes, more than the {self._retain_bytes} to "
-                      f"be kept, but deleting gives too little back ({self._owed} bytes are missing): for these "
-                      "nothing more is deleted", used_bytes=done.used_bytes, missing_bytes=self._owed)
+            log.warn("retention_in_vain", f"rows take {done.used_bytes} bytes, and --retain-bytes is "
+                     f"{self._retain_bytes}; deleted captures freed {self._owed} bytes less than their size, and no "
+                     "more captures are deleted in place of these "
+                     "bytes", used_bytes=done.used_bytes, missing_bytes=self._owed)
         self._in_vain = in_vain
         if in_vain:
             excess -= self._owed  # it may come back with the rest of its blocks; what is new makes room as ever

@@ -86,8 +86,8 @@ def rewritten(engine: Any, change: Change) -> Iterator[None]:
 def _runner(engine: Any) -> Any:
     found = engine.collective_rpc(lambda worker: worker.model_runner)
     if len(found) != 1:
-        raise StartError(f"keys and values are changed in an engine of one rank alone, and this one has {len(found)}: "
-                         "leave out --tensor-parallel-size and --pipeline-parallel-size")
+        raise StartError("keys and values can be changed in an engine with one rank only, and this one has "
+                         f"{len(found)}; leave out --tensor-parallel-size and --pipeline-parallel-size")
     return found[0]
 
 

@@ -41,8 +41,8 @@ def language_model(model: nn.Module, model_config: Any) -> nn.Module:
     try:
         return model.get_language_model()
     except (AttributeError, NotImplementedError) as error:
-        raise StartError(f"vllm-tap: {', '.join(model_config.architectures)}: vLLM does not say which part of it is "
-                         f"the language model ({error!r}); take the text model alone, where it is published") from None
+        raise StartError(f"vllm-tap: {', '.join(model_config.architectures)}: vLLM does not tell which part of it is "
+                         f"the language model ({error!r}); take a text model") from None
 
 
 def check_media(model_config: Any, tapped: Collection[str] = (), edited: bool = False, adapters: bool = False,
@@ -54,21 +54,21 @@ def check_media(model_config: Any, tapped: Collection[str] = (), edited: bool = 
     if getattr(model_config, "is_encoder_decoder", False):
         raise StartError(f"vllm-tap: {names}: {DECODER_READS}")
     if getattr(model_config.multimodal_config, "video_pruning_rate", None):
-        raise StartError(f"vllm-tap: video_pruning_rate: {names} leaves out positions of a prompt while it runs; leave "
-                         "the setting out")
+        raise StartError(f"vllm-tap: video_pruning_rate: {names} drops positions of a prompt while it runs; leave the "
+                         "setting out")
     if "embed" in tapped and embeds_outside(model_config):
         raise StartError(f"vllm-tap: cannot arm embed: {EMBEDDED_OUTSIDE}")
     if apart := {"router_logits", "experts"} & set(tapped):
         raise StartError(f"vllm-tap: cannot arm {', '.join(sorted(apart))}: {EXPERTS_APART}")
     if getattr(model_config, "uses_xdrope_dim", 0):
-        raise StartError(f"vllm-tap: {names} has positions in several dimensions (XD-RoPE), which have not been shown "
-                         "to be right; take another model")
+        raise StartError(f"vllm-tap: {names} has positions in several dimensions (XD-RoPE), which are not tested; take "
+                         "another model")
     if ranks > 1:
-        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: {names} on several ranks has not been shown to be "
-                         "right, as models that take images or sound go; valid: 1")
+        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: models that take images or sound, such as {names}, "
+                         "are not tested on several ranks; set it to 1")
     if adapters:
-        raise StartError(f"vllm-tap: {names} with adapters (enable_lora): that has not been shown to be right of "
-                         "models that take images or sound; leave enable_lora out")
+        raise StartError(f"vllm-tap: enable_lora: adapters of models that take images or sound, such as {names}, are "
+                         "not tested; leave enable_lora out")
     if edited:
         raise StartError(f"vllm-tap: {names}: {NOT_EDITED}")
 

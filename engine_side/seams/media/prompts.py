@@ -21,16 +21,16 @@ def image_positions(features: Iterable[Any]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for feature in sorted(features, key=lambda each: each.mm_position.offset):
         if feature.modality not in SHOWN:
-            raise SpecError("", "…", f"a prompt with {feature.modality} cannot be captured: its rows have not been "
-                                     "shown to be right; send text or images")
+            raise SpecError("", "…", f"a prompt with {feature.modality} cannot be captured, because its rows are "
+                                     "not tested; send text or images")
         for start, stop in _filled(feature.mm_position):
             if found and found[-1][1] == start:
                 found[-1] = (found[-1][0], stop)
             else:
                 found.append((start, stop))
     if len(found) > spec_intervals_max:
-        raise SpecError("", "…", f"images fill {len(found):,} ranges of the prompt's positions, at most "
-                                 f"{spec_intervals_max:,} may be named; send fewer or smaller images")
+        raise SpecError("", "…", f"images fill {len(found):,} ranges of the prompt's positions, the limit is "
+                                 f"{spec_intervals_max:,}; send fewer or smaller images")
     return found
 
 

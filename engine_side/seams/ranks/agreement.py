@@ -62,7 +62,7 @@ def _agreed(tell: Callable[[str], list[str]], who: str) -> Iterator[None]:
         raise error
     rank, other = next(((rank, text) for rank, text in enumerate(told) if text), (0, ""))
     if other:
-        raise StartError(f"{other} (said by {who} {rank})")
+        raise StartError(f"{other} (reported by {who} {rank})")
 
 
 def _told(said: T, group_of: str) -> list[T]:

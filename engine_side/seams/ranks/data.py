@@ -24,5 +24,5 @@ def check_exchange(vllm_config: Any) -> None:
 
     if getattr(CpuCommunicator, "all_gatherv", None) is getattr(DeviceCommunicatorBase, "all_gatherv", None):
         raise StartError(f"vllm-tap: data_parallel_size={engines}: on a CPU this vLLM cannot exchange the tokens of a "
-                         "model with experts (CpuCommunicator has no all_gatherv): its first step would end every "
-                         "engine; run with data_parallel_size=1, or on GPUs")
+                         "model with experts (CpuCommunicator has no all_gatherv), and would end in its first step; "
+                         "set data_parallel_size to 1, or run on GPUs")

@@ -41,7 +41,8 @@ def group_of(vllm_config: Any) -> str:
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
         return ""
     if not (started := os.environ.get(GROUP, "")):
-        raise StartError(f"vllm-tap: {GROUP} is not set in this process: give all ranks of an engine the same one")
+        raise StartError(f"vllm-tap: {GROUP} is not set in this process; set it to the same text for all ranks of an "
+                         "engine")
     # A model without mixtures runs as so many engines that know nothing of each other: each is number 0 of one then.
     number = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     if not started.startswith(DRAWN):  # who named it did so on every host, each of which has an instance of its own

@@ -68,7 +68,7 @@ def test_what_cannot_be_proved_says_which_identity_failed_and_by_how_much(tmp_pa
     done = prove(tmp_path, "--", "--dtype", "float32")
     assert done.returncode == 1 and done.stdout == "", done
     assert done.stderr.startswith("vllm-tap: ") and "OPTForCausalLM is not proved: " in done.stderr
-    assert re.search(r"no sum of up to 3 of the \d+ tensors made in it: the nearest, .* is off by \d\.\de-\d\d of the "
+    assert re.search(r"no sum of up to 3 of the \d+ tensors made in it: the nearest, .* differs by \d\.\de-\d\d of the "
                      r"stream", done.stderr)
 
 

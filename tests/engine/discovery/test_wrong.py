@@ -126,7 +126,7 @@ def test_a_table_that_is_wrong_ends_the_start(family: str, cases: list[Wrong], m
         try:
             prove(model, config, exchanged(family_on(config), site, path, rule))
         except StartError as error:
-            assert re.search(rf"are not what the table of architectures calls them: .*\b{site}", str(error)), wrong
+            assert re.search(rf"do not match the table of architectures: .*\b{site}", str(error)), wrong
         else:
             started.append(wrong)
     assert started == []
@@ -152,10 +152,10 @@ def test_another_layers_rows_end_the_start(models: Models, monkeypatch: pytest.M
 def test_a_switch_that_the_table_overlooks_ends_the_start(models: Models) -> None:
     """As opt-350m: norms follow the additions, and the place of resid_mid holds the stream after the MLP."""
     model, config = models.of("opt, norms after")
-    with pytest.raises(StartError, match=r"resid_mid\.0 is off by .* of what it must add up to"):
+    with pytest.raises(StartError, match=r"resid_mid\.0 differs by .* from the sum of its parts"):
         prove(model, config, ARCHITECTURES["OPTForCausalLM"])
     held = prove(model, config, family_on(config))  # against its own sums alone
-    assert held.proofs == () and held.unproved == "looked for one module that turns tokens into rows, found none"
+    assert held.proofs == () and held.unproved == "looked for one module that embeds the tokens, found none"
 
 
 WIDE, KEPT_MAX = 8192, 64 << 20  # as wide as a model of 70 billion parameters, and what the search may keep beside it

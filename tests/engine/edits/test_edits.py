@@ -278,7 +278,7 @@ def one(**fields: Any) -> list[dict[str, Any]]:
     (one(op="set", by=None, rows={"base64": "AAAAAA=="}, positions=[3]), r"rows = '1 numbers': 1 positions of 128"),
     (one(op="set", by=None, rows={"base64": "AADAfw=="}, positions=[3]), r"base64\[0\] = nan: valid: a finite number"),
     (one(op="add", by=None, rows=[[1.0] * 128], positions=[3]), r"rows = .*: add has vector and scale, and no rows"),
-    (one(op="set", by=None, rows=[[1.0] * 128] * 201, positions=[[0, 201]]), r"201 rows': the engine keeps 200"),
+    (one(op="set", by=None, rows=[[1.0] * 128] * 201, positions=[[0, 201]]), r"201 rows': the engine has room for 200"),
     (one(positions=[256]), r"positions = \[256, 257\]: beyond the model: a request has 256 tokens"),
     (one() * 3, r"edit 3 of resid_post.1: the engine makes at most 2"),
     (one() * 9, r"edits: 9 asked, limit 8"),
@@ -301,7 +301,7 @@ def test_rows_that_are_in_use_are_not_given_twice(engine: Engine) -> None:
     held: Any = [[{"site": "resid_post.1", "op": "set", "positions": [[0, count]], "rows": rows(width, count, seed)}]
                  for seed, count in enumerate((40, 20, 60, 50, 60))]
     prompts = [tokens(70, seed=600 + number) for number in range(len(held))]
-    with pytest.raises(SpecError, match=r"60 rows.*of the 200 that the engine keeps .* 170 are in use"):
+    with pytest.raises(SpecError, match=r"60 rows.*room for 200, and running requests use 170"):
         run(engine, prompts, held)
     engine.llm.llm_engine.abort_request([*engine.llm.llm_engine.output_processor.request_states], internal=True)
     while engine.llm.llm_engine.has_unfinished_requests():
@@ -370,7 +370,7 @@ def test_rows_that_were_left_out_are_counted(engine: Engine, monkeypatch: pytest
 @pytest.mark.skipif(ON_GPU, reason="an engine in this process")
 def test_an_edit_that_does_nothing_ends_the_start(reader: StoreReader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: result)
-    with refused_start("in which the rows of attn_out.1 were set to others it returned what it did before"):
+    with refused_start("edits of attn_out.1 do not act"):
         started(reader, "qwen3", edit="mlp_post.0,attn_out.1")
 
 
@@ -379,7 +379,7 @@ def test_a_compiler_that_gets_it_wrong_ends_the_start(reader: StoreReader, monke
     right = places._put_back
     monkeypatch.setattr(places, "_put_back", lambda module, call, result: (
         -result if torch.compiler.is_compiling() else right(module, call, result)))
-    with refused_start("compiled model returns other rows than the same model run line by line, .* of their length"):
+    with refused_start("with edits armed the compiled model returns other rows than .* of their norm"):
         started(reader, "qwen3", edit="attn_out.1")
 
 
@@ -392,7 +392,7 @@ def test_each_place_that_does_not_act_is_seen(engine: Engine, monkeypatch: pytes
     for idle in [place for place in current.editor.tables.slots if place[0] != "resid_post"]:
         monkeypatch.setattr(current.editor, "setting", lambda place, rows, idle=idle: (
             nullcontext() if place == idle else right(place, rows)))
-        with pytest.raises(StartError, match=rf"rows of {idle[0]}\.{idle[1]} were set to others it returned"):
+        with pytest.raises(StartError, match=rf"edits of {idle[0]}\.{idle[1]} do not act"):
             self_test.check_edits(runner, current, "here")
     monkeypatch.undo()
     self_test.check_edits(runner, current, "here")
@@ -472,7 +472,7 @@ def test_what_is_no_number_stays_with_its_request(engine: Engine) -> None:
 def test_edits_beside_a_capture_under_another_name_are_not_passed_over(engine: Engine) -> None:
     from vllm import SamplingParams
 
-    with pytest.raises(SpecError, match=r"nothing would be edited: the edits stand in extra_args\['edits'\]"):
+    with pytest.raises(SpecError, match=r"nothing would be edited, because the edits are in extra_args\['edits'\]"):
         engine.llm.generate([{"prompt_token_ids": tokens(5, seed=1)}], SamplingParams(extra_args={
             "capture": {}, "edits": one()}), use_tqdm=False)
 

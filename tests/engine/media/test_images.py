@@ -122,7 +122,7 @@ def test_an_image_of_a_refused_request_is_sent_with_the_next(engines: OneAtATime
 
 @pytest.mark.skipif(bool(NO_VISION), reason=NO_VISION)
 @pytest.mark.parametrize(("setting", "value", "why"), [
-    ("VLLM_TAP_ARM", "resid_post,embed", "cannot arm embed.*resid_pre of layer 0.*--language-model-only"),
+    ("VLLM_TAP_ARM", "resid_post,embed", "cannot arm embed.*resid_pre.0.*--language-model-only"),
     ("VLLM_TAP_ARM", "resid_post,experts", "cannot arm experts: this model takes images or sound"),
     ("VLLM_TAP_EDIT", "resid_post", "Gemma3ForConditionalGeneration: edits of models that take images"),
     ("", "", "Gemma3ForConditionalGeneration with adapters")])

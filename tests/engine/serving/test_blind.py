@@ -31,16 +31,16 @@ def forks() -> Iterator[subprocess.Popen[str]]:
     [
         pytest.param("bypassed, unproved", {}, [
             "had written nothing: attn_out.0, attn_out.1, attn_out.2, attn_out.3;"], marks=pytest.mark.versions),
-        pytest.param("bypassed", {}, ["goes on with other tensors than those that taps would take: resid_post.0"],
+        pytest.param("bypassed", {}, ["continues with other tensors than those that taps would copy: resid_post.0"],
                      marks=pytest.mark.soak),
         ("changed", {"VLLM_TAP_ARM": "resid_pre,embed"}, [
             "the rows of resid_pre.0 are not those of the embedding table for the tokens ["]),
         ("stale, unproved", {"VLLM_TAP_ARM": "resid_mid,resid_post,mlp_out"}, [
             "resid_post.0 is not resid_mid.0 + mlp_out.0: the rows are off by "]),
         pytest.param("scaled", {"VLLM_TAP_ARM": "resid_mid,resid_post,mlp_out"}, [
-            "are not what the table of architectures calls them: "], marks=pytest.mark.soak),
+            "do not match the table of architectures: "], marks=pytest.mark.soak),
         pytest.param("unknown", {"VLLM_TAP_ARM": "resid_post,q"}, ["this architecture is not in the table",
-                     "its sites are not found by structure"], marks=pytest.mark.soak),
+                     "the search for its sites failed"], marks=pytest.mark.soak),
         # Refused by checks that have quick tests of their own: here as a whole engine says it.
         pytest.param("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"],
                      marks=pytest.mark.soak),

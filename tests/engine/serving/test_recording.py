@@ -44,9 +44,9 @@ def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Ref
     seen = json.loads(lines[0].removeprefix("SEEN "))
     for name, words in {
         "outside": "TapError: capture_args(): no recording is running", "second": "StartError: a recording is running",
-        "untapped": "this engine was started without taps; make it inside vllm_tap.recording()",
+        "untapped": "this engine was started without taps; create it inside vllm_tap.recording()",
         "bad": "SpecError: capture.sites = 'resid_poste'", "plain": "was generated without a capture",
-        "after": "the recording that this engine writes to has ended",
+        "after": "the recording of this engine has ended",
     }.items():
         assert words in seen[name], (name, seen[name])
     assert seen["environment"] == [] and seen["goes_on"] == 1

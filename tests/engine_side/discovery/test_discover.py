@@ -311,22 +311,22 @@ def test_an_identity_names_sites_and_else_modules(kind: str, identity: str) -> N
 
 
 @pytest.mark.parametrize(("kind", "why"), [
-    ("norms after", "no sum of up to 3 .*: the nearest, attention .* mlp, is off by [0-9.]+e-01 of the stream"),
+    ("norms after", "no sum of up to 3 .*: the nearest, attention .* mlp, differs by [0-9.]+e-01 of the stream"),
     ("scaled stream", "no sum of up to 3"),
     ("no module", "no sum of up to 3"),
-    ("small", "(mlp is .* of the stream: too little to prove|a sum in 2 ways)"),
-    ("small once", "blocks 0 and 1 are made of the same modules, and differ in mlp_out, resid_mid"),
-    ("between blocks", r"nothing that layers.0 returns.*nearest: result 0 and argument hidden, [0-9.]+e-02 apart\)"),
+    ("small", "(mlp is .* of the stream: too little to prove|can be explained in 2 ways)"),
+    ("small once", "blocks 0 and 1 have the same modules, and differ in mlp_out, resid_mid"),
+    ("between blocks", r"layers.1 does not receive .*nearest: result 0 and argument hidden, [0-9.]+e-02 apart\)"),
     ("hyper-connections", "several streams: layers.0 returns 2 rows of 32 numbers a token, and layers.1 is given as "),
     ("stack", "several streams: layers.0 returns 2 rows of 32 numbers a token, and layers.1 is given as many; no "),
-    ("other order", "layers.2 ran where layers.0 was to run"),
-    ("twice", "layers.1 ran where layers.2 was to run"),
+    ("other order", "layers.2 ran in the place of layers.0"),
+    ("twice", "layers.1 ran in the place of layers.2"),
     ("two lists", "looked for one list of 3 blocks with attention in them, found layers, others"),
-    ("norm of another", "no norm behind the last block .*: the nearest, norm, is off by [0-9.]+e-01"),
-    ("no norm", "no norm behind the last block"),
+    ("norm of another", "no norm after the last block .*: the nearest, norm, differs by [0-9.]+e-01"),
+    ("no norm", "no norm after the last block"),
 ])
 def test_what_is_no_stream_is_refused_with_its_reason(kind: str, why: str) -> None:
-    with pytest.raises(StartError, match=f"not found by structure: .*{why}"):
+    with pytest.raises(StartError, match=f"the search for its sites failed: .*{why}"):
         find(Model(kind))
 
 
@@ -384,4 +384,4 @@ def test_the_stream_moves_with_what_is_added_to_it(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "site"), [("copy", "resid_mid.0"), ("copied stream", "resid_pre.1")])
 def test_a_model_that_goes_on_with_a_copy_is_seen(kind: str, site: str) -> None:
-    assert nudged(kind)[0].startswith(f"{site} is off by")
+    assert nudged(kind)[0].startswith(f"{site} differs by")

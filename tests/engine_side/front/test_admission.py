@@ -43,7 +43,7 @@ def test_ends_beyond_what_may_wait_are_counted_and_said_once(tmp_path: Path, cap
         with StoreReader(tmp_path / "store") as reader:
             assert until(lambda: reader.capture(captures[-1]), 30)
         admission.report_finish(new_ulid(), "stop", None, [1])
-        assert len(said_of(caplog)) == 2 and "of 3 captures" in said_of(caplog)[-1].getMessage()
+        assert len(said_of(caplog)) == 2 and "how 3 captures ended" in said_of(caplog)[-1].getMessage()
         admission.retire(writer.endpoint)
 
 
@@ -141,7 +141,7 @@ def test_edits_under_another_name_are_not_passed_over() -> None:
     edits = [{"site": "resid_post.1", "op": "scale", "by": 0}]
     admission.check_names({"edit": edits, "edits": "the text", "edited": [{"line": 1}], "mine": edits})
     for name, value in (("edits", edits), ("Edit", json.dumps(edits)), ("eidt", edits[0]), ("my_edit_list", edits)):
-        with pytest.raises(EditError, match=rf"nothing would be edited: the edits stand in extra_args\['{name}'\]"):
+        with pytest.raises(EditError, match=rf"the edits are in extra_args\['{name}'\]"):
             admission.check_names({"mine": 1, name: value})
 
 
@@ -150,14 +150,14 @@ def test_rows_that_never_fit_are_told_so_and_others_to_wait() -> None:
         pass
 
     rows, one = RowsInUse(256), Request()
-    with pytest.raises(EditError, match=r"^edit = '258 rows': the engine keeps 256 .*sample \(n\) of every prompt"):
+    with pytest.raises(EditError, match=r"^edit = '258 rows': .*room for 256, .*sample \(n\) of each prompt"):
         rows.check(258)
-    with pytest.raises(EditError, match=r"^edit = '258 rows, 86 for each of n = 3': the engine keeps 256 "):
+    with pytest.raises(EditError, match=r"^edit = '258 rows, 86 for each of n = 3': the engine has room for 256"):
         rows.check(86, 3)
     rows.check(256)
     rows.check(64, 4)
     rows.hold(one, 200)
-    with pytest.raises(EditError, match=r"^edit = '57 rows': .* 200 are in use .*again .*, or raise VLLM_TAP_E"):
+    with pytest.raises(EditError, match=r"^edit = '57 rows': .* requests use 200; .*again .*, or raise VLLM_TAP_E"):
         rows.check(57)
     rows.check(56)
     del one

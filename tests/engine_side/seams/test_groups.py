@@ -47,7 +47,7 @@ def test_an_engine_of_one_rank_has_no_group_and_ranks_that_nobody_named_are_refu
                                                                                      ) -> None:
     monkeypatch.delenv(GROUP, raising=False)
     assert named(tensor_parallel_size=1, data_parallel_index=1) == ""
-    with pytest.raises(StartError, match=f"{GROUP} is not set .*: give all ranks of an engine the same one"):
+    with pytest.raises(StartError, match=f"{GROUP} is not set .*; set it to the same text for all ranks of an engine"):
         named()
 
 
@@ -63,7 +63,7 @@ def test_engines_of_experts_that_cannot_exchange_tokens_are_refused(monkeypatch:
         check_exchange(config)
 
     monkeypatch.setattr(CpuCommunicator, "all_gatherv", DeviceCommunicatorBase.all_gatherv)
-    with pytest.raises(StartError, match=r"data_parallel_size=2: on a CPU .* run with data_parallel_size=1"):
+    with pytest.raises(StartError, match=r"data_parallel_size=2: on a CPU .* set data_parallel_size to 1"):
         start()
     start(engines=1)
     start(experts=False)

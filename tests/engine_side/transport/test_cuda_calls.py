@@ -17,13 +17,13 @@ from schemas.errors import StartError
 
 def test_a_library_is_found_by_what_this_process_has_mapped() -> None:
     assert cuda_calls._loaded("libc.so").startswith("/")
-    with pytest.raises(StartError, match="no libnothing among the libraries of this process"):
+    with pytest.raises(StartError, match=r"libnothing.* is not loaded in this process"):
         cuda_calls._loaded("libnothing")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA runtime here")
 def test_without_a_runtime_the_start_ends() -> None:
-    with pytest.raises(StartError, match="no libcudart"):
+    with pytest.raises(StartError, match=r"libcudart.* is not loaded"):
         cuda_calls.device_to_host()
 
 
@@ -76,4 +76,4 @@ def test_what_the_driver_refuses_triton_launches(monkeypatch: pytest.MonkeyPatch
         kernel.compiled, kernel.loaded, launch._launched = None, SimpleNamespace(), Refused()  # type: ignore[assignment]
         launch(0)
         assert by_triton[-1][-3:] == (0, 64, 128) and launch._launched is None
-    assert [record.getMessage()[:32] for record in caplog.records] == ["vllm-tap: kernels are left to Tr"]
+    assert [record.getMessage()[:32] for record in caplog.records] == ["vllm-tap: launching a kernel dir"]

@@ -182,7 +182,7 @@ def test_a_disk_that_is_full_when_the_engine_greets_is_asked_again(
 def test_a_ring_that_cannot_hold_a_row_ends_the_start() -> None:
     staging = Staging({SITE: torch.zeros(LAYERS, 1, 1 << 19)}, ARMED.sites)
     config = EngineConfig("ipc:///nowhere", ring_bytes=4 * MIB)
-    with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: a row of all layers has 8388608 bytes"):
+    with pytest.raises(StartError, match="VLLM_TAP_RING_BYTES=4194304: must be at least 33554432, four rows"):
         worker.start(config, engine_info(width=1 << 19), torch.nn.Linear(1, 1), worker.Tapped(staging),
                      worker.Seat())
 

@@ -222,7 +222,7 @@ def test_a_sender_that_cannot_import_what_it_needs_ends_the_start(monkeypatch: p
     ring = Ring(1 << 16, pinned=False)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     process = SenderProcess("ipc:///nowhere", ring.shared)
-    with pytest.raises(StartError, match=r"ended before it began \(code 1\)"):
+    with pytest.raises(StartError, match=r"ended while it started \(code 1\)"):
         process.begin(engine_info(width=WIDTH, n_layers=LAYERS))
     process.close()
     ring.close()
@@ -333,7 +333,7 @@ def test_the_end_of_the_process_ends_captures_alone(tmp_path: Path, caplog: pyte
         counters = tapped.recorder.counters
         tapped.close()
     assert (counters.captures_refused, counters.failures) == (5, 0)
-    assert "signal 9): nothing more is captured" in caplog.text
+    assert "signal 9). Generation goes on, but nothing is captured" in caplog.text
 
 
 ENGINE = """

@@ -191,8 +191,8 @@ def _configurations(errors: Errors) -> list[str]:
     shown = {name: errors[name][feature] for name in CONFIGURATIONS if name in errors for feature in errors[name]}
     return [] if not shown else [
         "", "### Other configurations: the worst site of a ragged batch\n",
-        "Switches that a family's code in vLLM knows, set otherwise than above. What is refused, and with which, is "
-        "[in the limits](../reference/limits.md#configurations).", "",
+        "These configurations set switches of a family's code in vLLM to other values than above. "
+        "[Limits](../reference/limits.md#configurations) lists the sites that each switch takes away.", "",
         "| configuration | sites | worst | at | what differs |", "|---|---|---|---|---|",
         *(f"| {name} | {len(sites)} | {max(sites.values()):.1e} | `{max(sites, key=lambda site: sites[site])}` | "
           f"{', '.join(f'`{key}`' for key in CONFIGURATIONS[name][1])} |" for name, sites in shown.items())]

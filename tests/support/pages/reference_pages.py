@@ -52,10 +52,10 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 def commands_page() -> str:
     """Every command, its arguments and its flags, and those of the two processes that ``serve`` starts."""
-    lines = ["# Commands", "", "What `--help` says of every command; written from the code "
+    lines = ["# Commands", "", "This page has the help of every command, written from the code "
              "(`python -m tests.support.pages.reference_pages`).",
-             "What `serve` starts, and what happens when something ends: [operations](operations.md). Environment "
-             "variables: [settings](settings.md)."]
+             "[Operations](operations.md) describes the processes of `serve`, and what happens if one ends. "
+             "[Settings](settings.md) lists environment variables."]
     for name, command in commands():
         lines += ["", f"## vllm-tap {name}", "", " ".join(command.help.split())]
         if params := [param for param in command.params if "--help" not in param.opts]:

@@ -413,7 +413,7 @@ def test_while_another_push_runs_nothing_is_evicted(store: Path, tmp_path: Path)
 def test_rows_come_back_only_where_there_is_room(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     push(store, (tmp_path / "bucket").as_uri(), local_bytes=0)
     monkeypatch.setattr(evicted_blocks, "room_kept", 1 << 60)
-    with pytest.raises(StoreError, match=r"are free, of which .* are kept for what comes"):
+    with pytest.raises(StoreError, match=r"are free, of which .* must stay free"):
         recall_all(store)
     assert len(away(store)) == blocks_of(store)
 

@@ -121,9 +121,9 @@ def test_a_model_of_more_than_text_is_known_as_one(name: str, tmp_path: Path) ->
     described.write_text(json.dumps({"architectures": [name], "text_config": {"num_hidden_layers": 3}}))
     found = describe("it", load_config(str(tmp_path)))
     assert found.n_layers == 3 and "resid_post" in {entry.site for entry in found.sites}
-    assert "embed" not in {entry.site for entry in found.sites} and "resid_pre of layer 0" in found.refused["embed"]
+    assert "embed" not in {entry.site for entry in found.sites} and "resid_pre.0" in found.refused["embed"]
     described.write_text(json.dumps({"architectures": [name], "is_encoder_decoder": True}))
-    with pytest.raises(StartError, match=f"architectures = {name}: its decoder reads what an encoder"):
+    with pytest.raises(StartError, match=f"architectures = {name}: its decoder reads an encoder's output"):
         describe("it", load_config(str(tmp_path)))
 
 

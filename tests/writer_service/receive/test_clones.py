@@ -48,7 +48,7 @@ class Clone:
     def tells(self) -> bool:
         """Whether it said that another has its stream, since it was asked last."""
         self.said.seek(0)
-        found = "another process goes on with this sender's stream" in self.said.read()
+        found = "another process continues this sender's stream" in self.said.read()
         self.said.truncate(0)
         self.said.seek(0)
         return found

@@ -341,7 +341,7 @@ def test_a_part_is_taken_once(case: Case) -> None:
     case.end()
     case.wait()
     twin.wait()
-    assert twin.refused[joined][0] == "conflict" and "rank 1 has joined" in twin.refused[joined][1]
+    assert twin.refused[joined][0] == "conflict" and "rank 1 has already joined" in twin.refused[joined][1]
     assert twin.refused[ended][0] == "conflict"
     with StoreReader(case.store) as reader:
         assert final(reader, case.capture) == "complete"
@@ -366,11 +366,11 @@ def test_ranks_of_another_engine_and_roles_that_a_rank_does_not_have(case: Case)
     taken = alone.open(first, PROMPT)
     for sender in (*case.ranks, stranger, alone):
         sender.wait()
-    assert stranger.refused[foreign] == ("conflict", f"capture {case.capture} is of another engine")
-    assert "Open: must be of rank 0 of a group, not of rank 1" in case.ranks[1].refused[opened][1]
-    assert "Join: must be of a rank of a group that does not lead it, not of rank 0" in case.leader.refused[led][1]
-    assert "rank 1 says PartFinish" in case.ranks[1].refused[finished][1]
-    assert "who opened a capture says Finish" in case.leader.refused[part][1]
+    assert stranger.refused[foreign] == ("conflict", f"capture {case.capture} belongs to another engine")
+    assert "Open: must be from rank 0 of a group, not from rank 1" in case.ranks[1].refused[opened][1]
+    assert "Join: must be from a rank of a group other than 0, not from rank 0" in case.leader.refused[led][1]
+    assert "rank 1 sends PartFinish" in case.ranks[1].refused[finished][1]
+    assert "the rank that opened a capture sends Finish" in case.leader.refused[part][1]
     assert alone.refused[of_none][0] == "conflict"
     assert "was joined by ranks of another engine" in alone.refused[taken][1]
     stranger.close()
