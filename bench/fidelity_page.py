@@ -13,6 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm_tap.fidelity.reports.page import ATTENTION, DRAFTER, Columns
+from vllm_tap.fidelity.reports.parts import attention_lines, drafter_lines
 from vllm_tap.fidelity.reports.recommend import USES, recommend
 from vllm_tap.fidelity.reports.report import Report, lines_of, load_report, plain
 
@@ -49,6 +51,9 @@ def _pilot(report: Report) -> dict[str, Any]:
                      for name, one in place.rows.items() if "probe" in one],
             "middle": {one.name: one.kl.value for one in lines_of(report) if one.kind == "codec"
                        and one.site == "mlp_post" and one.structure is not None},
+            **{name: {**part, "lines": [asdict(one) for one in lines_(part)]} if part and "why" not in part else part
+               for name, part, lines_ in (("attention", report.attention, attention_lines),
+                                          ("drafter", report.drafter, drafter_lines))},
             "told": [{"place": place.name, **place.told} for place in report.places
                      if "shuffled" in place.told]}
 
@@ -56,7 +61,9 @@ def _pilot(report: Report) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables by name."""
     return {"run": _run(found), "changed": _changed(found), "patched": _patched(found), "rows": _rows(found),
-            "controls": _controls(found), "take": _take(found)}
+            "attention": parts_of(found["pilots"], "attention", ATTENTION),
+            "drafter": parts_of(found["pilots"], "drafter", DRAFTER), "controls": _controls(found),
+            "take": _take(found)}
 
 
 def _run(found: dict[str, Any]) -> str:
@@ -123,6 +130,28 @@ def _take(found: dict[str, Any]) -> str:
         judged = ", ".join(f"`{place}`" for place in both["judged"])
         lines.append(f"| {use} | {alone['criterion']} | {judged} | {_code(alone['codec'])} | {_code(both['codec'])} |")
     return "\n".join(lines)
+
+
+def parts_of(pilots: dict[str, Any], name: str, columns: Columns) -> str:
+    """Of each pilot the lines of what a report has of the whole model, or why it has none."""
+    heads = " | ".join(head for _, head, _ in columns)
+    lines = [f"| pilot, place | codec | bytes | {heads} |", "|---|---|---|" + "---|" * len(columns)]
+    told = []
+    for pilot, report in pilots.items():
+        part = report.get(name)
+        if part is None or "why" in part:
+            told.append(f"Of the {pilot} pilot not shown: {'not in this run' if part is None else part['why']}.")
+            continue
+        lines += [f"| {', '.join(filter(None, (pilot, one['place'])))} | {_code(one['name'])} "
+                  f"| {one['row_bytes'] or ''} | " + " | ".join(
+                      _formed(one["values"][key], form) for key, _, form in columns) + " |" for one in part["lines"]]
+        told += [f"The {pilot} pilot, {what}: {said}." for what, said in part["told"].items()]
+    table = "\n".join(lines).replace("`shuffled`", "*shuffled*").replace("`exact`", "exact rows")
+    return "\n\n".join([*([table] if len(lines) > 2 else []), *told])
+
+
+def _formed(one: dict[str, float], form: str) -> str:
+    return f"{form % one['value']} [{form % one['low']}, {form % one['high']}]"
 
 
 def _code(name: str | None) -> str:

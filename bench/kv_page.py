@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.fidelity_page import nats, number, percent, write_page
+from bench.fidelity_page import nats, number, parts_of, percent, write_page
+from vllm_tap.fidelity.kv.anchors import ANCHORS
 from vllm_tap.fidelity.kv.terms import terms_of
-from vllm_tap.fidelity.reports.page import ratios_of
+from vllm_tap.fidelity.reports.page import RETRIEVAL, ratios_of
+from vllm_tap.fidelity.reports.parts import retrieval_lines
 from vllm_tap.fidelity.reports.report import Report, lines_of, numbers_of, plain
 from vllm_tap.fidelity.statistics import interval
 
@@ -29,15 +31,22 @@ def _pilot(report: Report) -> dict[str, Any]:
     ratios = ratios_of(report)
     return {"model": report.model, "settings": report.settings, "text": report.text, "bar": report.bar,
             "free": report.free,
-            "lines": [{**asdict(one), "ratio": ratios.get(f"{one.place} {one.name}")} for one in lines_of(report)],
+            "lines": [{**asdict(one), "ratio": ratios.get(f"{one.place} {one.name}")} for one in lines_of(report)
+                      if one.kind != "noise"], "retrieval": _retrieval(report),
             "terms": [asdict(one) for one in terms_of(report)], "pooled": _pooled(report),
             "told": [{"place": place.name, "harness": max(place.harness), **place.told} for place in report.places]}
+
+
+def _retrieval(report: Report) -> dict[str, Any] | None:
+    part = report.retrieval
+    return part if part is None or "why" in part else {
+        **part, "lines": [asdict(one) for one in retrieval_lines(part)]}
 
 
 def _pooled(report: Report) -> dict[str, Any]:
     """By codec what its pooled form costs more in-forward, KL in nats, prompt by prompt."""
     place = next(one for one in report.places if one.site == "in-forward/kv")
-    costs = {one.name: numbers_of(one, "kl") for one in place.patched}
+    costs = {one.name: numbers_of(one, "kl") for one in place.patched if one.kind == "codec"}
     return {name: asdict(interval(costs[f"{name}-pooled"] - cost)) for name, cost in costs.items()
             if f"{name}-pooled" in costs}
 
@@ -45,7 +54,7 @@ def _pooled(report: Report) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables by name."""
     return {"run": _run(found), "modes": _modes(found), "terms": _terms(found), "pooled": _of_pools(found),
-            "controls": _controls(found)}
+            "retrieval": parts_of(found, "retrieval", RETRIEVAL), "anchors": _anchors(), "controls": _controls(found)}
 
 
 def _run(found: dict[str, Any]) -> str:
@@ -58,7 +67,7 @@ def _run(found: dict[str, Any]) -> str:
 
 def _modes(found: dict[str, Any]) -> str:
     lines = ["| pilot | codec | × smaller | KL, snapshot | KL, direct | KL, in-forward | p99 | top-1 kept "
-             "| where clear | Δ perplexity | verdict |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+             "| where clear | Δ perplexity | × noise of its power | verdict |", "|" + "---|" * 12]
     for name, pilot in found.items():
         by_site = {(one["site"], one["name"]): one for one in pilot["lines"]}
         for one in pilot["lines"]:
@@ -72,6 +81,7 @@ def _modes(found: dict[str, Any]) -> str:
                 f"| {'' if control else format(one['ratio'], '.2f')} | {' | '.join(others)} | {nats(one['kl'])} "
                 f"| {number(one['tail']['p99'])} | {percent(one['top1'])} | {clear} "
                 f"| {percent(one['perplexity'], sign=True)} "
+                f"| {'' if one['structure'] is None or control else format(one['structure'], '.2g')} "
                 f"| {'*control*' if control else one['verdict']['word']} |")
     return "\n".join(lines)
 
@@ -85,6 +95,15 @@ def _terms(found: dict[str, Any]) -> str:
             by_codec.setdefault(one["codec"], {})[one["name"]] = one["kl"]
         lines += [f"| {name} | `{codec}` | " + " | ".join(nats(terms[each]) if each in terms else "" for each in names)
                   + " |" for codec, terms in by_codec.items()]
+    return "\n".join(lines)
+
+
+def _anchors() -> str:
+    lines = ["| *codec* | *bits a number* | *KL, nats* | *of* | *source* |", "|---|---|---|---|---|"]
+    grey = "<span style=\"color: grey\">{}</span>".format
+    lines += ["| " + " | ".join(map(grey, (one.codec, f"{one.bits:g}", f"{one.kl:.2g}", one.of,
+                                           f"[its source]({one.source}), {one.date}"))) + " |"
+              for one in ANCHORS]
     return "\n".join(lines)
 
 

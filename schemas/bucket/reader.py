@@ -10,36 +10,26 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
 
-import numpy as np
-import numpy.typing as npt
-
 from schemas import limits
 from schemas.bucket.segments import BucketSegments
 from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, matches, read_blocks
-from schemas.catalog.records import Segment
-from schemas.codecs import Stream
 from schemas.errors import ArgumentError, BucketError, StoreError, TapError
 from schemas.objects.block_objects import BlockObjects
-from schemas.objects.chunk_cache import ChunkCache, default_cache, make_private
+from schemas.objects.chunk_cache import ChunkCache, Sparing, default_cache, make_private
 from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, read_head, retired_key
 from schemas.objects.objects import Objects
 from schemas.read.journal_tail import FrameAt
 from schemas.read.live_rows import LiveRows, PartsCursor
 from schemas.read.reader import StoreReader
-from schemas.read.row_copies import copy_rows
-from schemas.read.row_locations import RowLocations
 from schemas.read.row_reader import RowReader
 
-__all__ = ["AnyReader", "BucketReader"]
+__all__ = ["AnyReader", "BucketReader", "open_reader"]
 
-Bytes = npt.NDArray[np.uint8]
-I64 = npt.NDArray[np.int64]
-U32 = npt.NDArray[np.uint32]
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
 _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
 
@@ -50,10 +40,11 @@ class BucketReader(RowReader):
     ``URL#PUSH`` opens a head that was taken over from, as it was. ``cache`` is a folder on a local disk, which has at
     most ``cache_bytes`` (4 GiB) of rows and small arrays, and beside them the catalog. BucketError where there is no
     store, or the bucket does not answer; TapError without obstore. ``answer_s``: seconds that a read waits at most.
+    ``sweepers``: this is one of so many that go over many rows, each once, and share the cache's room.
     """
 
     def __init__(self, url: str, cache: str | Path | None = None, cache_bytes: int | None = None,
-                 answer_s: float | None = None) -> None:
+                 answer_s: float | None = None, sweepers: int = 0) -> None:
         cache = default_cache() if cache is None else Path(cache)
         cache_bytes = limits.bucket_cache_bytes if cache_bytes is None else cache_bytes
         if cache_bytes < limits.bucket_cache_bytes_min:
@@ -69,6 +60,7 @@ class BucketReader(RowReader):
             self._chunks = ChunkCache(self._place / "chunks", cache_bytes)
             catalog = _snapshot(self._objects, self.head, self._place)
             _drop_deleted(catalog, self._chunks)
+            self._sparing = Sparing(self._chunks.room // sweepers) if sweepers else None
             uuid = bytes.fromhex(self.head.store)
             super().__init__(self._place, uuid=uuid, catalog=catalog,
                              maps=BucketSegments(self._place, uuid, self._block))
@@ -102,21 +94,6 @@ class BucketReader(RowReader):
         _drop_deleted(catalog, self._chunks)
         return True
 
-    def rows_of_frame(self, segment: Segment, offset: int, rows: I64) -> tuple[I64, U32, U32]:
-        """Of ``rows`` of a frame, their numbers in the block, token ids and flags, each ``[n]``."""
-        block = self._maps.block(segment)
-        assert block is not None
-        numbers = block.start(offset) + rows
-        return numbers, block.row["token_id"][numbers], block.row["flags"][numbers]
-
-    def pieces(self, segments: Mapping[int, Segment], located: RowLocations, declared: tuple[Stream, ...], layer: int
-               ) -> list[Bytes]:
-        """Pieces by stream of rows of a layer that are located by their numbers in their blocks, uint8
-        ``[n, piece bytes]``; errors as of ``slice``.
-        """
-        return [found[0] for found in self._settled(
-            lambda: copy_rows(self._maps, segments, located, declared, [layer]))]
-
     def close(self) -> None:
         """Release files and connections; slices taken before stay valid."""
         super().close()
@@ -130,7 +107,7 @@ class BucketReader(RowReader):
         if not BLOCK_KEY.fullmatch(found["key"]):
             raise BucketError("open block", self.url, f"its catalog names {found['key']!r}, which is no block's folder")
         return BlockObjects(self._objects, self._chunks, found["key"],
-                            Stored(found["index_bytes"], found["index_xxh3"]))
+                            Stored(found["index_bytes"], found["index_xxh3"]), self._sparing)
 
     # ── what a bucket does not have ─────────────────────────────────────────────────────────────────────────────
 
@@ -159,6 +136,11 @@ class BucketReader(RowReader):
 
 
 AnyReader = StoreReader | BucketReader  # of a store in a folder, or in a bucket
+
+
+def open_reader(store: str | Path) -> AnyReader:
+    """The store in a folder, or at the URL of a bucket."""
+    return BucketReader(store) if isinstance(store, str) and "://" in store else StoreReader(store)
 
 
 def _head(objects: Objects, key: str) -> Head:

@@ -22,10 +22,6 @@ class BucketSegments(SegmentMaps):
         super().__init__(place, uuid)
         self._find = find
 
-    def by_block(self, segment: Segment) -> bool:
-        """All are."""
-        return True
-
     def rows_of(self, segment: Segment, offset: int) -> FrameRows:
         """What is said of the rows of the frame at ``offset``; CorruptError where the block has none there."""
         if segment.cold:

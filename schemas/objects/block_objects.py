@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from schemas import limits
 from schemas.errors import BucketError, CorruptError
-from schemas.objects.chunk_cache import ChunkCache
+from schemas.objects.chunk_cache import ChunkCache, Sparing
 from schemas.objects.layout import END, INDEX, Stored, digest, unpack_index
 from schemas.objects.objects import Objects
 from schemas.store.block_files import Batch
@@ -20,6 +20,7 @@ __all__ = ["BlockObjects"]
 
 CHUNK: Final = limits.bucket_chunk_bytes
 _GAP_CHUNKS: Final = 2  # that nobody asked for are read with those around them: it takes no longer than another request
+_GAP_SHARE: Final = 32  # of a request past the cache, what lies between pieces is at most such a part
 _GONE: Final = "a later push deletes what had rows of deleted captures: refresh() the store, or open it anew"
 I64 = npt.NDArray[np.int64]
 
@@ -27,11 +28,13 @@ I64 = npt.NDArray[np.int64]
 class BlockObjects:
     """A block's files as schemas.store.block_files.BlockFiles; ``key`` is its folder, ``index`` what its index must be.
 
+    With ``sparing``, as a reader has that goes over many rows, what the cache may not take is read by its bytes alone.
     BucketError where the bucket has not what it must have; CorruptError where rows are said to lie beyond an object.
     """
 
-    def __init__(self, objects: Objects, cache: ChunkCache, key: str, index: Stored) -> None:
-        self._objects, self._cache, self._key = objects, cache, key
+    def __init__(self, objects: Objects, cache: ChunkCache, key: str, index: Stored, sparing: Sparing | None = None
+                 ) -> None:
+        self._objects, self._cache, self._key, self._sparing = objects, cache, key, sparing
         self._files, self._sizes = unpack_index(self._index(index), f"{self.where()}/{INDEX}")
 
     def _index(self, wanted: Stored) -> bytes:
@@ -109,31 +112,39 @@ class BlockObjects:
         for begin, stop in pairwise([0, *cuts, len(order)]):
             which = order[begin:stop]
             needed = _expanded(first[begin:stop], last[begin:stop])
-            yield which, self._gathered(name, needed), np.searchsorted(needed, first[begin:stop]) * CHUNK + (
-                starts[which] % CHUNK)
+            yield which, self._gathered(name, needed, starts[which], ends[which]), np.searchsorted(
+                needed, first[begin:stop]) * CHUNK + starts[which] % CHUNK
 
-    def _gathered(self, name: str, needed: I64) -> memoryview:
-        """Chunks, ascending, one after the other; out of the cache, or the bucket."""
+    def _gathered(self, name: str, needed: I64, starts: I64, ends: I64) -> memoryview:
+        """Chunks, ascending, one after the other, with the pieces at least that begin at ``starts``, ascending; out of
+        the cache, or the bucket.
+        """
         out = memoryview(bytearray(len(needed) * CHUNK))
         size = self._sizes[name].nbytes
-        missing = []
+        missing, past = list[int](), list[int]()
         for number, chunk in enumerate(needed.tolist()):
             nbytes = min(CHUNK, size - chunk * CHUNK)
             if not self._cache.read(self._chunk(name, chunk), out[number * CHUNK:number * CHUNK + nbytes]):
-                missing.append(chunk)
+                (missing if self._sparing is None or self._sparing.take(nbytes) else past).append(chunk)
         place = dict(zip(needed.tolist(), range(len(needed)), strict=True))
-        runs = list(_runs(missing))
+        runs = list(_runs(missing, _GAP_CHUNKS if self._sparing is None else 0))
         spans = [(first * CHUNK, min((last + 1) * CHUNK, size)) for first, last in runs]
+        pieces = list(_spans(past, starts, np.maximum.accumulate(ends)))
         try:
-            read = self._objects.ranges(f"{self._key}/{name}", spans) if runs else []
+            read = self._objects.ranges(f"{self._key}/{name}", spans + pieces) if runs or pieces else []
         except FileNotFoundError:
             raise BucketError("read", self.where(name), "it is not there", _GONE) from None
-        for (first, last), data in zip(runs, read, strict=True):
+        for (first, last), data in zip(runs, read, strict=False):
             for chunk in range(first, last + 1):
                 part = data[(chunk - first) * CHUNK:(chunk - first + 1) * CHUNK]
                 self._cache.put(self._chunk(name, chunk), part)
                 if (at := place.get(chunk)) is not None:
                     out[at * CHUNK:at * CHUNK + len(part)] = part
+        for (start, _), data in zip(pieces, read[len(runs):], strict=True):
+            begin = place[start // CHUNK] * CHUNK + start % CHUNK
+            out[begin:begin + len(data)] = data
+            if self._sparing is not None:
+                self._sparing.past(len(data))
         return out
 
     def _chunk(self, name: str, chunk: int) -> str:
@@ -147,11 +158,31 @@ def _expanded(first: I64, last: I64) -> I64:
     return np.unique(begins + np.arange(len(begins)))
 
 
-def _runs(chunks: list[int]) -> Iterator[tuple[int, int]]:
-    """First and last chunk of each request: those near each other together, at most ``bucket_request_bytes_max``."""
+def _runs(chunks: list[int], gap: int) -> Iterator[tuple[int, int]]:
+    """First and last chunk of each request: those with ``gap`` others at most between them together, of at most
+    ``bucket_request_bytes_max``.
+    """
     most = limits.bucket_request_bytes_max // CHUNK
     begin = 0
     for at in range(1, len(chunks) + 1):
-        if at == len(chunks) or chunks[at] - chunks[at - 1] > 1 + _GAP_CHUNKS or chunks[at] - chunks[begin] >= most:
+        if at == len(chunks) or chunks[at] - chunks[at - 1] > 1 + gap or chunks[at] - chunks[begin] >= most:
             yield chunks[begin], chunks[at - 1]
             begin = at
+
+
+def _spans(chunks: list[int], starts: I64, ends: I64) -> Iterator[tuple[int, int]]:
+    """Bytes of each request for the parts of pieces in some chunks, both ascending: hardly more than these."""
+    for first, last in _runs(chunks, 0):
+        low, high = first * CHUNK, (last + 1) * CHUNK
+        among = slice(ends.searchsorted(low, "right"), starts.searchsorted(high))
+        begins, stops = starts[among].clip(low), ends[among].clip(max=high)
+        apart = np.flatnonzero(begins[1:] > stops[:-1])
+        start, wanted, stop = low, 0, low
+        for begin, end in zip(begins[[0, *apart + 1]].tolist(), stops[[*apart, -1]].tolist(), strict=True):
+            if (end - start - wanted - (end - begin)) * _GAP_SHARE > end - start:
+                if wanted:
+                    yield start, stop
+                start, wanted = begin, 0
+            wanted, stop = wanted + end - begin, end
+        if wanted:
+            yield start, stop

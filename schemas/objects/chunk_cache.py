@@ -20,9 +20,10 @@ import xxhash
 from schemas.errors import TapError
 from schemas.objects.layout import folder_of
 
-__all__ = ["ChunkCache", "default_cache", "make_private"]
+__all__ = ["ChunkCache", "Sparing", "default_cache", "make_private"]
 
 _FULL: Final = 0.9  # what is left of the bound once it was met
+_SPARING: Final = 32
 
 
 def default_cache() -> Path:
@@ -55,6 +56,11 @@ class ChunkCache:
         make_private(self._folder)
         self._lock = threading.Lock()
         self._nbytes = sum(nbytes for _, nbytes, _ in self._files())
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes before any have to go."""
+        return max(int(self._limit * _FULL) - self._nbytes, 0)
 
     def read(self, name: str, into: memoryview) -> bool:
         """Fill ``into`` with the bytes of a name; False where they are not there, or of another length."""
@@ -121,6 +127,29 @@ class ChunkCache:
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{_group(folder_of(name))}-{xxhash.xxh3_128_hexdigest(name.encode())}"
+
+
+class Sparing:
+    """What a reader that goes over many rows, each once, may put into a cache: as much as there is ``room`` for, then a
+    32nd of what it reads past it.
+
+    So rows of an epoch do not push each other out before they are used again, what nobody uses any more goes after a
+    while, and no more than that 32nd is fetched in vain.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._left = room
+
+    def take(self, nbytes: int) -> bool:
+        """Whether so many bytes may be put."""
+        if self._left < nbytes:
+            return False
+        self._left -= nbytes
+        return True
+
+    def past(self, nbytes: int) -> None:
+        """So many were read past the cache."""
+        self._left += nbytes // _SPARING
 
 
 def _group(folder: str) -> str:

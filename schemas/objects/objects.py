@@ -70,7 +70,7 @@ class Objects:
 
     @property
     def requests(self) -> int:
-        """How many requests have read so far, those that were tried again included once more."""
+        """How many requests have read or written an object so far, those that were tried again included once more."""
         return self._requests
 
     def close(self) -> None:
@@ -117,7 +117,7 @@ class Objects:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object whose key begins with the folder ``prefix``."""
-        return {one.key: one.nbytes for page in self.pages(prefix) for one in page}
+        return self._again("list", prefix, lambda: {one.key: one.nbytes for page in self.pages(prefix) for one in page})
 
     def pages(self, prefix: str = "") -> Iterator[list[Listed]]:
         """Every object whose key begins with the folder ``prefix``, about a thousand at a time."""
@@ -142,13 +142,18 @@ class Objects:
                         with suppress(FileNotFoundError):
                             self._store.delete(self._at, [key])
 
-    def put(self, key: str, data: bytes | Iterator[bytes]) -> None:
-        """Write an object, whatever is there; one that is given in pieces goes in parts of 8 MiB."""
-        with self._told("write", key):
+    def put(self, key: str, data: bytes | Callable[[], Iterator[bytes]]) -> None:
+        """Write an object, whatever is there; one that is given in pieces goes in parts of 8 MiB. They are asked for
+        again where an answer was cut.
+        """
+
+        def once() -> None:
             if isinstance(data, bytes):
                 self._store.put(self._at, key, data, use_multipart=False)
             else:
-                self._store.put(self._at, key, data, use_multipart=True, chunk_size=_PART_BYTES)
+                self._store.put(self._at, key, data(), use_multipart=True, chunk_size=_PART_BYTES)
+
+        self._again("write", key, once)
 
     def swap(self, key: str, data: bytes, seen: Version | None) -> None:
         """Write an object where it is still the version that was ``seen``, None: where there is none.

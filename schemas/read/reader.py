@@ -33,12 +33,13 @@ class StoreReader(RowReader):
     """A store opened read-only: its captures, their rows, and what comes while they are made; safe for threads."""
 
     def __init__(self, path: str | Path, cache: str | Path | None = None, cache_bytes: int | None = None,
-                 answer_s: float | None = None) -> None:
+                 answer_s: float | None = None, sweepers: int = 0) -> None:
         """``cache`` keeps at most ``cache_bytes`` (4 GiB) of rows that were evicted to a bucket; a read of that which
-        takes longer than ``answer_s`` seconds is given up.
+        takes longer than ``answer_s`` seconds is given up. ``sweepers`` as of a BucketReader.
         """
         super().__init__(path)
-        self._maps = LocalSegments(self.path, self.uuid, None if cache is None else Path(cache), cache_bytes, answer_s)
+        self._maps = LocalSegments(self.path, self.uuid, None if cache is None else Path(cache), cache_bytes,
+                                   answer_s, sweepers)
         self._tail = JournalTail(self.path, self.uuid, self._durable_end)
 
     def appended(self) -> set[str]:

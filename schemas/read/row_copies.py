@@ -60,7 +60,7 @@ def copy_rows(maps: SegmentMaps, segments: Mapping[int, Segment | None], located
     columns = columns.reshape(-1, len(layers)).T  # also of no rows at all
     used = np.flatnonzero(np.bincount(which, minlength=len(located.segments))).tolist()
     groups = [(number, known(segments, located.segments[number]), np.flatnonzero(which == number)) for number in used]
-    loop = None if any(maps.by_block(segment) for _, segment, _ in groups) else loops_for(0)
+    loop = None if located.by_block else loops_for(0)
     digests = None if loop is None else _copy_together(loop, maps, groups, table, columns, found)
     for _, segment, at in groups:
         try:
@@ -85,7 +85,7 @@ def _flat(pieces: Bytes) -> Bytes:
 
 def _copy_together(loop: Loops, maps: SegmentMaps, groups: Sequence[tuple[int, Segment, I64]], table: I64, columns: I64,
                    found: list[Bytes]) -> U64:
-    """``_copy_of`` for rows of several segments, none of them ``by_block``, in one call a stream; ``piece_digests`` of
+    """``_copy_of`` for rows of several segments, none found ``by_block``, in one call a stream; ``piece_digests`` of
     what was copied.
     """
     held = []  # the maps, while they are read
@@ -120,7 +120,7 @@ def _copy_of(maps: SegmentMaps, segment: Segment, table: I64, layers: Sequence[i
     """
     target = (np.arange(len(layers))[:, None] * found[0].shape[1] + at).reshape(-1)
     flat = [array.reshape(-1, array.shape[2]) for array in found]
-    if maps.by_block(segment):
+    if not table[PARTS].all():
         block = maps.block(segment)
         assert block is not None, segment
         _copy_of_block(block, table[ROW], block.columns(layers), flat, target)

@@ -1,8 +1,8 @@
 """Locations of a capture's rows, down to the byte: found out once, then any of the rows are copied together.
 
 They are a table with a column of int64 each, ``[columns, n]``. A row's piece of a layer in stream s is the bytes from
-``PARTS + s`` on, ``(FIRST + column of the layer × STEP) × piece bytes`` further. Where rows are copied by
-their numbers in a block (``SegmentMaps.by_block``) it follows from ROW alone; the others are 0 there.
+``PARTS + s`` on, ``(FIRST + column of the layer × STEP) × piece bytes`` further. Of rows that are found by their
+numbers in a block, cold or in a bucket, it follows from ROW alone, also where the block moves since: the others are 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from schemas.read.segment_maps import FrameRows, SegmentMaps
 from schemas.store.paths import open_name
 from schemas.store.segment import FrameView
 
-__all__ = ["RowLocations", "UnsettledError", "joined", "locate"]
+__all__ = ["RowLocations", "UnsettledError", "in_blocks", "joined", "locate"]
 
 SEGMENT: Final = 0  # which of those that the rows are in
 OFFSET: Final = 1  # of the frame in it
@@ -71,6 +71,11 @@ class RowLocations:
         return found
 
     @property
+    def by_block(self) -> bool:
+        """Whether some are found by their numbers in a block, and not by the places that their frames say."""
+        return not self.table[PARTS].all()
+
+    @property
     def flags(self) -> npt.NDArray[np.uint32]:
         """Flags in the rows' frames (schemas.wire.row_table)."""
         found: npt.NDArray[np.uint32] = self.table[FLAGS].astype(np.uint32)
@@ -113,6 +118,30 @@ def _table_of(maps: SegmentMaps, segment: Segment, view: FrameRows, rows: I64) -
         table[FIRST], table[STEP] = view.runs_of(rows)
         table[PARTS:] = np.asarray(view.layout.parts, np.int64)[:, None] + view.offset
     return table
+
+
+def in_blocks(maps: SegmentMaps, segments: Mapping[int, Segment], frames: I64, rows: I64, streams: int) -> RowLocations:
+    """The places of rows of sealed blocks, by their numbers in these, for a layer that all of them have.
+
+    ``frames`` int64 ``[n, 2]`` are the segment and offset of each row's frame, ``rows`` ``[n]`` count in it.
+    UnsettledError where a block does not bear that out.
+    """
+    table = np.zeros((PARTS + streams, len(rows)), np.int64)
+    numbers, table[SEGMENT] = np.unique(frames[:, 0], return_inverse=True)
+    table[OFFSET] = frames[:, 1]
+    order = np.lexsort((frames[:, 1], frames[:, 0]))
+    cuts = np.flatnonzero(np.diff(frames[order], axis=0).any(1)) + 1
+    for at in np.split(order, cuts) if len(rows) else ():
+        number, offset = frames[at[0]].tolist()
+        try:
+            if (block := maps.block(known(segments, number))) is None:
+                raise StoreError("read rows", open_name(number), "its block has no first rows of frames",
+                                 "vllm-tap compact makes it anew")
+            table[ROW, at] = found = block.start(offset) + rows[at]
+            table[TOKEN, at], table[FLAGS, at] = block.row["token_id"][found], block.row["flags"][found]
+        except StoreError as error:
+            raise UnsettledError(number, error) from None
+    return RowLocations(rows, tuple(numbers.tolist()), ((),), table)
 
 
 def known(segments: Mapping[int, Segment | None], number: int) -> Segment:

@@ -19,7 +19,7 @@ from schemas.read.coverage import LayerGroup, Rows, Shared
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.manifests import shape_of
 from schemas.read.row_copies import copy_rows
-from schemas.read.row_locations import RowLocations, UnsettledError, joined, locate
+from schemas.read.row_locations import RowLocations, UnsettledError, in_blocks, joined, locate
 from schemas.read.segment_maps import SegmentMaps
 from schemas.read.slices import (
     DECODED,
@@ -277,6 +277,22 @@ class RowReader(CatalogReader):
             found.append(Places(covered.capture.id, stored.codec, stored.dtype, stop - start,
                                 positions.astype(np.uint32), segment, offset, row, start))
         return found
+
+    def stored_rows(self, segments: Mapping[int, Segment], frames: I64, rows: I64, declared: tuple[Stream, ...],
+                    layer: int, tokens_alone: bool = False) -> tuple[npt.NDArray[np.uint32], list[Bytes]]:
+        """Token ids ``[n]`` and a layer's pieces by stream, uint8 ``[n, piece bytes]``, of rows of sealed blocks,
+        wherever these lie; ``tokens_alone`` without the pieces.
+
+        ``frames`` int64 ``[n, 2]`` are the segment and offset of each row's frame, ``rows`` ``[n]`` count in it. Errors
+        as of ``slice``; StoreError where rows were erased.
+        """
+
+        def read() -> tuple[npt.NDArray[np.uint32], list[Bytes]]:
+            located = in_blocks(self._maps, segments, frames, rows, len(declared))
+            copied = [] if tokens_alone else copy_rows(self._maps, segments, located, declared, [layer])
+            return located.token_ids, [pieces[0] for pieces in copied]
+
+        return self._settled(read)
 
     def segment(self, number: int) -> Segment:
         """A segment as the catalog has it now."""

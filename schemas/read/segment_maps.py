@@ -121,10 +121,6 @@ class SegmentMaps:
         self._cache.put_map(segment.number, mapped)
         return mapped
 
-    def by_block(self, segment: Segment) -> bool:
-        """Whether rows are copied by their numbers in the block, and not by the places that their frames say."""
-        return segment.cold
-
     def block(self, segment: Segment) -> Block | None:
         """The block of a segment, with its rows' checksums; None where it is not sealed, or its block of an early
         version. StoreError where it is not there or not whole.

@@ -17,8 +17,8 @@ P = ParamSpec("P")
 WRITER: Final = "w0"
 KEYS_FILE: Final = "keys.json"  # the API's, where no other is named; the writer leaves it alone
 VECTORS_FOLDER: Final = "vectors"  # the API's as well
-NOT_A_FOLDER: Final = ("this is done with a folder, not with a bucket: "
-                       "vllm-tap push brings a store there, and vllm_tap.open_store(URL) reads it")
+NOT_A_FOLDER: Final = ("this is done with a folder, not with a bucket: vllm-tap push brings a store there; vllm-tap "
+                       "ls, show, export and vllm_tap.open_store(URL) read it; vllm-tap fsck --bucket URL checks it")
 BYTES: Final = {"name": "bytes", "configuration": {"endian": "little"}}
 
 

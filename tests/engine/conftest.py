@@ -65,7 +65,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             os.environ.update(before)
             writer.send_signal(signal.SIGCONT)
             writer.terminate()
-            assert writer.wait(15) == 0
+            assert writer.wait(60) == 0
             writer.stdout.close()
 
 

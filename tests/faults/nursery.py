@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -36,10 +37,13 @@ class Nursery:
 
     def fork(self, store: Path, endpoint: str, log: Path, environment: dict[str, str], flags: Sequence[str]) -> int:
         """The id of a new writer; ``environment`` may name a FAULT."""
+        return self.run("writer", ["--store", str(store), "--endpoint", endpoint, *flags], log, environment)
+
+    def run(self, program: str, argv: Sequence[str], log: Path, environment: dict[str, str]) -> int:
+        """The id of a new ``writer``, or of a ``vllm-tap``."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        argv = ["--store", str(store), "--endpoint", endpoint, *flags]
         with self._lock:
-            self.process.stdin.write(json.dumps([argv, str(log), environment]) + "\n")
+            self.process.stdin.write(json.dumps([program, argv, str(log), environment]) + "\n")
             self.process.stdin.flush()
             return int(self.process.stdout.readline())
 
@@ -90,7 +94,16 @@ class Forked:
             time.sleep(0.002)
 
 
-def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
+def command(argv: list[str]) -> int:
+    """As ``vllm-tap`` in a shell."""
+    from vllm_tap.cli.main import main as tap
+
+    sys.argv = ["vllm-tap", *argv]
+    tap()
+    return 0
+
+
+def child(program: str, argv: list[str], log: str, environment: dict[str, str]) -> None:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG: nothing outlives the nursery
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -109,7 +122,9 @@ def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
         time.time, time.time_ns = lambda: now() + shift, lambda: now_ns() + shift * 10**9
     status = 1
     try:
-        status = writer(argv)
+        status = writer(argv) if program == "writer" else command(argv)
+    except SystemExit as error:
+        status = int(error.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -121,9 +136,13 @@ def child(argv: list[str], log: str, environment: dict[str, str]) -> None:
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are not kept
     for line in sys.stdin:
+        asked = json.loads(line)
+        if asked[0] != "writer":  # what it needs is imported once, but no client of buckets made: that stands no fork
+            for name in ("obstore.store", "vllm_tap.cli.main", "vllm_tap.bucket.push"):
+                importlib.import_module(name)
         pid = os.fork()
         if pid == 0:
-            child(*json.loads(line))
+            child(*asked)
         print(pid, flush=True)
 
 

@@ -167,6 +167,12 @@ ROWS: dict[int, tuple[str, tuple[str, ...]]] = {
     36: ("leaks", ("tests/writer_service/test_writer.py::test_a_running_capture_costs_the_same_with_every_commit",)),
     37: ("rows of another request, layer or position", ("tests/engine/test_coded_rows.py",)),
     38: ("a device that lies about a sync", ()),
+    39: (
+        "push killed in mid-upload",
+        ("tests/faults/uploads/test_uploads.py::test_push_killed_in_mid_upload",
+         "tests/vllm_tap/bucket/test_eviction.py::test_killed_in_the_middle",
+         "tests/vllm_tap/bucket/test_eviction.py::test_cut_at_every_change_of_the_disk"),
+    ),
 }
 NOT_APPLICABLE = {
     22: "nothing that comes in is decompressed",

@@ -328,6 +328,7 @@ def test_the_readme_can_be_run_as_it_stands() -> None:
 
 HOSTS_ALLOWED = (
     "127.0.0.1", "localhost", "[::1]", "github.com/vllm-project/vllm", "github.com/ulid/spec", "www.apache.org",
+    "github.com/ggml-org/llama.cpp",
     "transformerlensorg.github.io", "docs.vllm.ai", "www.w3.org",
     "zarr.dev", "zarr-specs.readthedocs.io", "json-schema.org",
 )

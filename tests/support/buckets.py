@@ -16,6 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -38,6 +39,8 @@ class FaultProxy:
     fault: Callable[[str, str], Fault] = lambda method, path: None
     seen: list[tuple[str, str]] = field(default_factory=list)
     unsigned: list[str] = field(default_factory=list)  # paths of bodies that came without their SHA-256
+    got: int = 0  # bytes of objects that were read
+    ahead_s: int = 0  # by which the service's clock seems to have moved, where it is asked when an object was written
     port: int = 0
     let_go: threading.Event = field(default_factory=threading.Event)
 
@@ -61,7 +64,11 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
         protocol_version = "HTTP/1.1"
 
         def _forward(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            nbytes = int(self.headers.get("Content-Length") or 0)
+            body = self.rfile.read(nbytes)
+            if len(body) < nbytes:  # who sent it was killed
+                self.close_connection = True
+                return
             made.seen.append((self.command, self.path))
             if self.command == "PUT" and not self.headers.get("x-amz-checksum-sha256"):
                 made.unsigned.append(self.path)
@@ -81,11 +88,15 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
             answer = line.getresponse()
             data = answer.read()
             line.close()
+            if self.command == "GET" and "list-type" not in self.path:
+                made.got += len(data)
             if fault == "lost":
                 self.close_connection = True
                 return
             self.send_response(answer.status)
             for name, value in answer.getheaders():
+                if name.lower() == "last-modified" and self.command == "HEAD":
+                    value = formatdate(parsedate_to_datetime(value).timestamp() + made.ahead_s, usegmt=True)
                 if name.lower() not in ("connection", "content-length", "transfer-encoding", "server", "date"):
                     self.send_header(name, value)
             length = answer.getheader("Content-Length") if self.command == "HEAD" else str(len(data))
@@ -99,7 +110,11 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: object) -> None:
+            """Who asked was killed; what else goes wrong its client tells."""
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     made.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, daemon=True)

@@ -213,11 +213,13 @@ def _send(sender: BlockSender, key: str, path: Path) -> Stored:
 
     def read() -> Iterator[bytes]:
         nonlocal nbytes
+        hashed.reset()
+        nbytes = 0
         for piece in pieces(path):
             hashed.update(piece)
             nbytes += len(piece)
             yield piece
 
-    sender.objects.put(key, read())
+    sender.objects.put(key, read)
     sender.new_bytes += nbytes
     return Stored(nbytes, hashed.hexdigest())

@@ -275,7 +275,7 @@ def _commit(going: _Push, snapshot: Path) -> tuple[Head, bool]:
                 packed.stat().st_size, max(epoch, erased_epoch),
                 before.catalog_epoch if before is not None and is_same else epoch, erased_epoch=erased_epoch)
     if not going.head_is_whole or going.seen.there.get(head.catalog_key) != head.packed_bytes:
-        objects.put(head.catalog_key, pieces(packed))
+        objects.put(head.catalog_key, lambda: pieces(packed))
     fetch_snapshot(objects, head, snapshot.with_suffix(".read-back"))
     objects.check_conditions(CONDITIONS)
     if before is not None and going.takes_over:

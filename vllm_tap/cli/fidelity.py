@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
@@ -104,24 +106,39 @@ def fidelity(
 
 
 def _pilots(out: Path, sites: str | None, more: dict[str, object], for_vllm: tuple[str, ...]) -> None:
-    """Both pilots, each in a process of its own: vLLM does not start well where another engine has been. ``sites``
-    None: codecs of keys and values.
+    """Both pilots, each in a process of its own: vLLM does not start well where another engine has been. They run side
+    by side, and what the second says is told behind the first; one after the other where they would share a GPU's
+    memory. ``sites`` None: codecs of keys and values.
     """
+    import torch
+
     from vllm_tap.fidelity.pilot import pilot_model
 
     flags = [word for name, value in more.items() if value not in (None, "")
              for each in (value if isinstance(value, list) else [value]) for word in (f"--{name}", str(each))]
-    for name, planted in (("plain", False), ("planted", True)):
-        model = pilot_model(planted, progress=sys.stderr.isatty())
-        if sites is None:
-            words = ["kv", str(model)]
-        else:
-            words = [str(model), "--sites", sites or ("mlp_post" if planted else "")]
-        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fidelity", *words, "--out", str(out / name), *flags,
-                               "--", "--dtype", "float32", *for_vllm],
-                              env={"OMP_NUM_THREADS": "1", **os.environ})  # so small a model only waits for a second
-        if done.returncode:
-            raise typer.Exit(done.returncode)
+    running: list[tuple[subprocess.Popen[bytes], IO[bytes] | None]] = []
+    with ExitStack() as ended:
+        for name, planted in (("plain", False), ("planted", True)):
+            model = pilot_model(planted, progress=sys.stderr.isatty())
+            words = ["kv", str(model)] if sites is None else [
+                str(model), "--sites", sites or ("mlp_post" if planted else "")]
+            told = ended.enter_context(TemporaryFile()) if running else None
+            one = subprocess.Popen([sys.executable, "-m", "vllm_tap", "fidelity", *words, "--out", str(out / name),
+                                    *flags, "--", "--dtype", "float32", *for_vllm], stdout=told,
+                                   stderr=None if told is None else subprocess.STDOUT,
+                                   env={"OMP_NUM_THREADS": "1", **os.environ})  # so small a model waits for a second
+            ended.callback(one.kill)  # of one that has ended nothing is left to do
+            running.append((one, told))
+            if torch.cuda.is_available():
+                one.wait()
+        for one, said in running:
+            one.wait()
+            if said is not None:
+                said.seek(0)
+                sys.stdout.buffer.write(said.read())
+                sys.stdout.flush()
+        if failed := [one.returncode for one, _ in running if one.returncode]:
+            raise typer.Exit(failed[0])
 
 
 def _run(job: FidelityJob) -> None:
@@ -173,6 +190,9 @@ def _print(report: Report) -> None:
     for place in report.places:
         for name, found in place.broken.items():
             out.print(Text(f"{place.name} {name}: broken here, {found['why']}"))
+    for name in ("attention", "drafter", "retrieval"):
+        if (part := getattr(report, name)) and "why" in part:
+            out.print(Text(f"{name}: not shown, {part['why']}"))
     if report.settings.get("left_out"):
         out.print(Text(f"left out: {report.settings['left_out']}"))
     if report.settings.get("intervals"):
@@ -196,7 +216,8 @@ def _compare(words: list[str]) -> None:
 def recommend(
     reports: Annotated[list[Path], typer.Argument(metavar="REPORT", help="report.json of one run or several: what is "
                                                                         "taken holds in all of them.")],
-    use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons or geometry.")] = "lens",
+    use: Annotated[str, typer.Option(help="audit, lens, probe, sae, neurons, geometry, attention or "
+                                           "drafter.")] = "lens",
     bytes_per_token: Annotated[int | None, typer.Option(help="Bytes that a token may take, over all sites and layers.")]
         = None,
     sites: Annotated[str, typer.Option(help="Sites that are stored, comma-separated (default: all).")] = "",

@@ -14,9 +14,9 @@ from schemas.errors import TapError
 from schemas.legacy import MODES
 from schemas.store.paths import NOT_A_FOLDER, url_of
 
-__all__ = ["ActBits", "ActMode", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys", "LogFormat",
-           "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors", "engine_of",
-           "model_of"]
+__all__ = ["ActBits", "ActMode", "AnyStore", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys",
+           "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors",
+           "engine_of", "model_of"]
 
 
 class Format(StrEnum):
@@ -38,6 +38,9 @@ def _folder(path: Path) -> Path:
 
 Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR", callback=_folder,
                                      help="The folder of captures.")]
+AnyStore = Annotated[str, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
+                                       help="The folder of captures, or the URL of one in a bucket, as s3://BUCKET/"
+                                            "PREFIX.")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
 RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]

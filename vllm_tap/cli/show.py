@@ -13,11 +13,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from schemas.bucket.reader import open_reader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest, SiteLayer
-from schemas.read.reader import StoreReader
 from vllm_tap.client.listing import filtered
 
 __all__ = ["console", "print_captures", "print_json", "print_manifest", "progress_bar", "ranges", "when"]
@@ -33,14 +33,14 @@ def print_json(*values: object, indent: int = -1) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_captures(store: Path, status: str | None, chosen: CaptureFilter, limit: int, before: str | None, as_json: bool
-                   ) -> None:
+def print_captures(store: str | Path, status: str | None, chosen: CaptureFilter, limit: int, before: str | None,
+                   as_json: bool) -> None:
     """The captures of a store that pass, newest first."""
     if status is not None and status not in STATUSES:
         raise ArgumentError("--status", status, f"valid: {', '.join(STATUSES)}")
     if before is not None and split_capture_id(before) is None:
         raise ArgumentError("--before", before, "must be a capture id")
-    with StoreReader(store) as reader:
+    with open_reader(store) as reader:
         rows = list(filtered(reader, status, chosen, limit, before))
     if as_json:
         print_json(*rows)
@@ -59,9 +59,9 @@ def print_captures(store: Path, status: str | None, chosen: CaptureFilter, limit
     console().print(table if rows else f"no captures in {store}" + (" that pass the filters" if narrowed else ""))
 
 
-def print_manifest(store: Path, ref: str, as_json: bool) -> None:
+def print_manifest(store: str | Path, ref: str, as_json: bool) -> None:
     """One capture; every sample of it where ``ref`` names several."""
-    with StoreReader(store) as reader:
+    with open_reader(store) as reader:
         manifests = [reader.manifest(sample) for sample in reader.samples(ref)]
     if as_json:
         print_json(*manifests, indent=2)

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from schemas.bucket.reader import open_reader
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
-from schemas.read.reader import StoreReader
 from schemas.sites import ask_site, names_of, site_meant
 from vllm_tap.export.array_files import FileArray, plain, replacing, write_npy, write_npz
 from vllm_tap.export.export_rows import ExportRows
@@ -32,7 +32,7 @@ _SAFETENSORS: Final = {"float32": "F32", "uint32": "U32"}
 _SLICE: Final = re.compile(r"(-?[0-9]{0,5}):(-?[0-9]{0,5})(?::(-?[0-9]{1,5}))?", re.ASCII)
 
 
-def export(store: Path, ref: str, format: str = "npz", out: Path | None = None, sites: str | None = None,
+def export(store: str | Path, ref: str, format: str = "npz", out: Path | None = None, sites: str | None = None,
            layers: str = "all", force: bool = False) -> list[Path]:
     """Writes the capture and returns the paths written.
 
@@ -41,7 +41,7 @@ def export(store: Path, ref: str, format: str = "npz", out: Path | None = None, 
     """
     if format not in FORMATS:
         raise TapError(f"--format = {format!r}: valid are {', '.join(FORMATS)}")
-    with StoreReader(store) as reader:
+    with open_reader(store) as reader:
         manifest = reader.manifest(ref)
         chosen = choose(manifest, sites, layers)
         if not chosen:

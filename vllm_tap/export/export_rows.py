@@ -9,9 +9,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from schemas.bucket.reader import AnyReader
 from schemas.errors import StoreError
 from schemas.manifest import Manifest, SiteInfo
-from schemas.read.reader import Slice, StoreReader
+from schemas.read.reader import Slice
 from schemas.spec import intervals
 
 __all__ = ["ExportRows"]
@@ -23,7 +24,7 @@ _BLOCK_BYTES: Final = 64 << 20
 class ExportRows:
     """``chosen`` layers by site of a capture; ``positions`` int64 and ``token_ids`` uint32, both ``[rows]``."""
 
-    reader: StoreReader
+    reader: AnyReader
     manifest: Manifest
     chosen: dict[str, list[int]]
     positions: npt.NDArray[np.int64] = field(init=False)

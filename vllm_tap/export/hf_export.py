@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from schemas.bucket.reader import open_reader
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
-from schemas.read.reader import StoreReader
 from schemas.sites import names_of, transformer_lens_name
 from vllm_tap.client.captures import Rows
 from vllm_tap.client.convert import need, token_table
@@ -33,7 +33,7 @@ _BLOCK_BYTES: Final = 64 << 20
 _OURS: Final = re.compile(r"data-[0-9]+-of-[0-9]+\.arrow|dataset_info\.json|state\.json")
 
 
-def export_hf(store: Path, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
+def export_hf(store: str | Path, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
               tags: Mapping[str, str | None], context: int | None = None, force: bool = False,
               progress: ProgressReport = False) -> list[Path]:
     """Writes one capture, or all complete ones with these ``tags``, and returns the folder.
@@ -48,7 +48,7 @@ def export_hf(store: Path, ref: str | None, out: Path | None, chosen: Callable[[
     if target.exists() and not _is_dataset(target):
         raise TapError(f"--out = {str(target)!r}: a dataset takes the place of a dataset, even with --force, and this "
                        "is none, or holds other files; name another")
-    with StoreReader(store) as reader:
+    with open_reader(store) as reader:
         refs = [ref] if ref else [row.id for row in Filters("complete", tags).of(reader)][::-1]
         if not refs:
             raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))

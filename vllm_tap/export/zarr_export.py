@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from schemas.bucket.reader import open_reader
 from schemas.errors import NotFoundError, TapError
 from schemas.manifest import Manifest
-from schemas.read.reader import StoreReader
 from schemas.zarr_view.view import CaptureView
 from vllm_tap.client.convert import need
 from vllm_tap.export.array_files import replacing_folder
@@ -19,14 +19,14 @@ _ROOT: Final = "zarr.json"  # written last: what has none is no hierarchy
 _BEGUN: Final = "vllm-tap-export-begun"  # an object beside a hierarchy that is not whole
 
 
-def export_zarr(store: Path, ref: str, out: str | None, choose: Callable[[Manifest], Mapping[str, Sequence[int]]],
+def export_zarr(store: str | Path, ref: str, out: str | None, choose: Callable[[Manifest], Mapping[str, Sequence[int]]],
                 force: bool) -> list[str]:
     """Writes the capture and returns where it lies; ``out`` is a folder, or a URL of a bucket (s3://, gs://, az://).
 
     NotFinalError where the capture is not final; TapError where ``out`` has something and not ``force``, and where it
     has something else than a hierarchy.
     """
-    with StoreReader(store) as reader:
+    with open_reader(store) as reader:
         manifest = reader.manifest(ref)
         view = CaptureView(reader, manifest.id, chosen=choose(manifest))
         if not view.layers:

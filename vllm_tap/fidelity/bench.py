@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
     from schemas.edits.arms import Arms
+    from schemas.manifest import Manifest
 
 __all__ = ["NORM", "Answer", "Bench", "Unpublished", "numbers_max"]
 
@@ -70,9 +71,22 @@ class Bench:
         """That of the model: float32, bfloat16, …"""
         return str(self.engine.model_config.dtype).removeprefix("torch.")
 
-    def unedited(self, prompts: I64) -> list[Answer]:
-        """The prompts [prompts, positions] as anybody's would be run."""
-        return self._run(prompts, [None] * len(prompts), None, "raw")
+    def unedited(self, prompts: I64, generated: bool = False) -> list[Answer]:
+        """The prompts [prompts, positions] as anybody's would be run; ``generated``: with rows of the last norm at the
+        positions of the answer as well, but for its last.
+        """
+        spec = {"sites": [NORM[0]], "codec": "raw", "positions": "all" if generated else "prompt"}
+        names = self._ended(prompts, spec, [None] * len(prompts))
+        return [self._answer(name, tokens, None) for name, tokens in names]
+
+    def captured(self, prompts: I64, sites: Sequence[str], layer: int) -> list[tuple[Manifest, dict[str, F32]]]:
+        """Of each prompt [prompts, positions] what its capture says of itself, and by site the rows of a layer, as they
+        are.
+        """
+        found = self._ended(prompts, {"sites": list(sites), "codec": "raw", "layers": [layer], "positions": "prompt"},
+                            [None] * len(prompts))
+        captures = [Capture(self.source, name, _WAIT_S) for name, _ in found]
+        return [(each.manifest(), {site: each[site, layer] for site in sites}) for each in captures]
 
     def control(self, prompts: I64, place: Place, codec: str = "raw") -> list[Answer]:
         """The prompts with an edit at the place that changes nothing, and its rows through the engine's own encoder."""
@@ -99,22 +113,27 @@ class Bench:
 
     def _run(self, prompts: I64, edits: Sequence[dict[str, Any] | None], place: Place | None,
              codec: str) -> list[Answer]:
+        capture = {"sites": [NORM[0]], "codec": {NORM[0]: "raw"}, "positions": "prompt"} if place is None else {
+            "sites": [place[0], NORM[0]], "codec": {place[0]: codec, NORM[0]: "raw"}, "positions": "prompt",
+            "layers": [place[1]]}
+        return [self._answer(name, tokens, place) for name, tokens in self._ended(prompts, capture, edits)]
+
+    def _ended(self, prompts: I64, spec: dict[str, Any], edits: Sequence[dict[str, Any] | None]
+               ) -> list[tuple[str, tuple[int, ...]]]:
+        """Run the prompts to their ends: names of their captures, and the tokens of their answers."""
         from vllm import SamplingParams
 
         names = [new_ulid() for _ in prompts]
         self._numbers = {name: number for number, name in enumerate(names)}
-        wanted = [NORM[0]] if place is None else [place[0], NORM[0]]
-        codecs = {NORM[0]: "raw"} if place is None else {place[0]: codec, NORM[0]: "raw"}
         for name, tokens, edit in zip(names, prompts.tolist(), edits, strict=True):
-            capture = {"id": name, "sites": wanted, "codec": codecs, "positions": "prompt",
-                       **({} if place is None else {"layers": [place[1]]})}
+            capture = {"id": name, **spec}
             params = SamplingParams(temperature=0.0, max_tokens=max(1, self.continued), ignore_eos=True,
                                     extra_args={"capture": capture, **({"edit": [edit]} if edit else {})},
                                     detokenize=False)
             params.skip_reading_prefix_cache = True
             self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
         done = self._to_their_ends(len(names))
-        return [self._answer(name, done[name], place) for name in names]
+        return [(name, done[name]) for name in names]
 
     def _to_their_ends(self, count: int) -> dict[str, tuple[int, ...]]:
         found = {}

@@ -21,14 +21,16 @@ from schemas.sites import has_heads
 from schemas.store.small_files import write_durable
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench, numbers_max
-from vllm_tap.fidelity.features import Autoencoder, digest_of, load_autoencoder
 from vllm_tap.fidelity.floors import arithmetic_floor
 from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report
-from vllm_tap.fidelity.science import Science
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished, engine_floor, study_place
 from vllm_tap.fidelity.texts import Corpus, Prompts, prompts_of, read_text, standard_library
+from vllm_tap.fidelity.unpatched import attention
+from vllm_tap.fidelity.unpatched.drafting import study_drafter
+from vllm_tap.fidelity.unpatched.features import Autoencoder, digest_of, load_autoencoder
+from vllm_tap.fidelity.unpatched.science import Science
 from vllm_tap.offline.engine import started
 from vllm_tap.offline.recording import recording
 from vllm_tap.progress import ProgressReport, counting
@@ -107,6 +109,7 @@ class Made:
     fitted: Prompts
     corpus: Corpus
     coders: dict[str, Autoencoder] = field(default_factory=dict)  # by place
+    attended: tuple[str, ...] = ()  # sites that attention is computed from, and those that it is checked by
 
     @property
     def batch(self) -> int:
@@ -153,7 +156,15 @@ def prepared(job: FidelityJob) -> Made:
     except Exception as error:
         raise ArgumentError("MODEL", job.model, f"its tokenizer: {type(error).__name__}: {error}") from None
     return Made(sites, length, prompts_of(corpus, tokenizer, count, length),
-                 prompts_of(corpus, tokenizer, count, length, held=False), corpus, coders)
+                 prompts_of(corpus, tokenizer, count, length, held=False), corpus, coders,
+                 _attended({entry.site for entry in listed.sites if entry.source == "table"}))
+
+
+def _attended(there: set[str]) -> tuple[str, ...]:
+    """What of these sites attention takes; nothing where it lacks queries or keys."""
+    if not there.issuperset(attention.SITES):
+        return ()
+    return (*attention.SITES, *(attention.CHECKED if there.issuperset(attention.CHECKED) else ()))
 
 
 def _coders(job: FidelityJob, sites: dict[str, SiteEntry]) -> dict[str, Autoencoder]:
@@ -174,7 +185,8 @@ def _engine(job: FidelityJob, made: Made) -> Iterator[tuple[Bench, Any]]:
     sites, batch = ",".join(made.sites), made.batch
     os.environ["VLLM_TAP_EDIT_ROWS"] = str(min(limits.edit_rows_max, 4 * batch * made.tokens))
     words = ("--max-num-seqs", str(max(2, batch)))
-    with laboratory(job, made.tokens, words, f"{sites},final_norm", sites) as found:
+    arm = dict.fromkeys((*made.sites, "final_norm", *made.attended))
+    with laboratory(job, made.tokens, words, ",".join(arm), sites) as found:
         yield found
 
 
@@ -225,13 +237,12 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
     thorough = {(site, layers[len(layers) // 2]) for site in made.sites
                 if (layers := [layer for name, layer in places if name == site])}
     batch = made.batch
-    codecs = {site: coding.codecs_for(site, job.codecs or (*coding.DEFAULT_CODECS, *_for_heads(site)),
-                                      info.armed.heads.get(site, 0)) for site in made.sites}
+    codecs = {site: _codecs(job, info, site) for site in made.sites}
     if lost := [site for site in made.sites if not codecs[site]]:
         raise ArgumentError("--codecs", ",".join(job.codecs), f"none of them is for rows of {lost[0]}")
     batches = -(-len(made.judged.tokens) // batch)
     steps = sum(batches * (2 + len(codecs[site]) * (2 if (site, layer) in thorough else 1)
-                           + (2 if (site, layer) in thorough else 0)) for site, layer in places)
+                           + (2 if (site, layer) in thorough else 0)) for site, layer in places) + 2
     report = Report(model_of(bench, job), _settings(job, made, batch, bench.dtype), {"name": made.corpus.name, "digest":
                     made.corpus.digest, "documents": len(made.corpus.held)}, {})
     kept = Kept(job.out / "progress.jsonl", report)
@@ -242,12 +253,36 @@ def study(job: FidelityJob, made: Made, bench: Bench, info: Any, progress: Progr
             found = kept.place(place, lambda place=place: _place(  # type: ignore[misc]
                 bench, science, made, place, codecs[place[0]], batch, place in thorough, step))
             report.places.append(found)
+        report.attention = kept.part("attention", lambda: _attention(job, made, bench, info))
+        step()
+        report.drafter = kept.part("drafter", lambda: study_drafter(
+            bench, made.fitted.tokens, made.judged.tokens, _codecs(job, info, "final_norm"), batch))
+        step()
     _check_controls(report)
     return report
 
 
+def _codecs(job: FidelityJob, info: Any, site: str) -> list[str]:
+    return coding.codecs_for(site, job.codecs or (*coding.DEFAULT_CODECS, *_for_heads(site)),
+                             info.armed.heads.get(site, 0))
+
+
+def _attention(job: FidelityJob, made: Made, bench: Bench, info: Any) -> attention.Attended:
+    """Of the layer in the middle of those that are measured; Unpublished where there is none."""
+    if not made.attended:
+        raise Unpublished(f"{' and '.join(attention.SITES)} of this model are not in the table of architectures")
+    layers = [layer for layer in info.armed.sites[attention.SITES[0]] if not job.layers or layer in job.layers]
+    queries, keys = (_codecs(job, info, site) for site in attention.SITES)
+    codecs = [name for name in keys if name in queries]
+    if not layers or not codecs:
+        raise Unpublished("none of the layers has it" if codecs else "none of the codecs is for queries and keys")
+    return attention.study_attention(bench, made.judged.tokens, layers[len(layers) // 2], codecs, made.attended,
+                                     made.batch)
+
+
 def _for_heads(site: str) -> tuple[str, ...]:
-    return ("kv8",) if has_heads(site) and site in ("k", "k_rot", "v") else ()
+    return (*(("kv8",) if site in ("k", "k_rot", "v") else ()), *(("qk8",) if site in attention.SITES else ())
+            ) if has_heads(site) else ()
 
 
 def _place(bench: Bench, science: Science, made: Made, place: tuple[str, int], codecs: list[str], batch: int,

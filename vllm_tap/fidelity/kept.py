@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import xxhash
 
-from schemas.errors import ArgumentError
+from schemas.errors import ArgumentError, LimitError, NotFoundError
 from vllm_tap.fidelity.reports.report import Report, place_of, plain
-from vllm_tap.fidelity.study import PlaceStudy
+from vllm_tap.fidelity.study import PlaceStudy, Unpublished
 
 __all__ = ["Kept", "config_digest", "weights_digest"]
 
@@ -89,6 +89,17 @@ class Kept:
             if "place" in line and (line["place"]["site"], line["place"]["layer"]) == place:
                 return place_of(line["place"])
         return place_of(self._write({"place": asdict(make())})["place"])
+
+    def part(self, name: str, make: Callable[[], Any]) -> dict[str, Any]:
+        """What is measured of the whole model, a dataclass; where that was not to be had, ``why``."""
+        for line in self._lines:
+            if name in line:
+                return dict(line[name])
+        try:
+            found = asdict(make())
+        except (Unpublished, ArgumentError, LimitError, NotFoundError) as error:
+            found = {"why": str(error)}
+        return dict(self._write({name: found})[name])
 
     def _write(self, value: dict[str, Any]) -> dict[str, Any]:
         """The line as it will be read again."""

@@ -1,8 +1,9 @@
 """The pilot: a small model trained on this machine, on text that every machine has, in about a minute.
 
-It has learnt enough for its numbers to mean something (perplexity, probes, what is close to what), is the same wherever
-the same Python runs but for the order of sums, and comes in two forms that compute the same function bit for bit: as
-trained, and with *planted massive columns*, as large models have them, which are harder to encode.
+It has learnt enough for its numbers to mean something (perplexity, probes, what is close to what; to copy what stands
+32 tokens before), and is the same wherever the same Python runs but for the order of sums. It comes in two forms that
+compute the same function bit for bit: as trained, and with *planted massive columns*, as large models have them, which
+are harder to encode.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from schemas.errors import ArgumentError
-from vllm_tap.fidelity.texts import Corpus, standard_library
+from vllm_tap.fidelity.texts import RUN, Corpus, commonest, copying, standard_library
 from vllm_tap.progress import ProgressReport, reporting
 from vllm_tap.tiny_model import (
     HEAD_DIM,
@@ -33,12 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PLANTED_BY", "STEPS", "pilot_model", "plant"]
 
-RECIPE: Final = 1  # part of the cache key: raise it whenever the same arguments would give another model
+RECIPE: Final = 2  # part of the cache key: raise it whenever the same arguments would give another model
 STEPS: Final = 400
 PLANTED_BY: Final = 1024.0  # times; a power of two, so that no product is rounded otherwise
 _PLANTED_NEURONS: Final = 6
 _PLANTED_HEADS: Final = 16.0  # of a column of keys and one of values
-_SEQUENCES: Final = 4  # a step
+_SEQUENCES: Final = 4  # of text, a step; and one that copies
 _LENGTH: Final = 96
 _RATE: Final = 6e-3
 _POSITIONS: Final = 4096
@@ -65,6 +66,7 @@ def _train(folder: Path, corpus: Corpus, steps: int, progress: ProgressReport) -
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokens = _tokens(_write_tokenizer(folder, corpus), corpus, 2 * steps * _SEQUENCES * _LENGTH)
+    common = commonest(tokens[tokens != 0])
     with torch.random.fork_rng():
         torch.manual_seed(0)
         net = Qwen3ForCausalLM(Qwen3Config(
@@ -83,8 +85,11 @@ def _train(folder: Path, corpus: Corpus, steps: int, progress: ProgressReport) -
     with reporting(progress, "training the pilot") as tell:
         for step in range(steps):
             starts = rng.integers(0, len(tokens) - _LENGTH, _SEQUENCES)
-            batch = torch.from_numpy(np.stack([tokens[at:at + _LENGTH] for at in starts]))
-            loss = net(input_ids=batch, labels=batch).loss
+            batch = torch.from_numpy(np.concatenate([[tokens[at:at + _LENGTH] for at in starts],
+                                                     copying(common, 1, _LENGTH, rng)]))
+            labels = batch.clone()
+            labels[-1, :RUN + 2] = -100  # what nobody can know: -100 is left out of the loss
+            loss = net(input_ids=batch, labels=labels).loss
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)

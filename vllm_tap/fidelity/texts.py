@@ -16,7 +16,7 @@ import xxhash
 
 from schemas.errors import ArgumentError, json_fault
 
-__all__ = ["Corpus", "Prompts", "prompts_of", "read_text", "standard_library"]
+__all__ = ["RUN", "Corpus", "Prompts", "commonest", "copying", "prompts_of", "read_text", "standard_library"]
 
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -25,6 +25,8 @@ _HELD_OUT: Final = 20  # every so many documents one is held out
 _LEFT_OUT: Final = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "__pycache__", "turtledemo"}
 _BYTES_MAX: Final = 1 << 30
 _PIECE: Final = 8192  # characters of a document, of a file without any division
+RUN: Final = 32  # tokens that come again and again where copying is asked for
+_COMMON: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,22 @@ def prompts_of(corpus: Corpus, tokenizer: Any, count: int, length: int, held: bo
     chosen = sorted(windows, key=lambda one: one[0])[:count]  # by rounds: one of each document first
     labels = np.stack([one[3] for one in chosen if one[3] is not None]) if corpus.python else None
     return Prompts(np.stack([one[2] for one in chosen]), np.array([one[1] for one in chosen]), labels)
+
+
+def commonest(tokens: I64) -> I64:
+    """The eight commonest of ``tokens`` of any shape, the commonest first."""
+    numbers, counts = np.unique(tokens, return_counts=True)
+    found: I64 = numbers[np.argsort(-counts, kind="stable")[:_COMMON]]
+    return found
+
+
+def copying(among: I64, count: int, length: int, rng: np.random.Generator, lead: int = 0) -> I64:
+    """Prompts [count, length] of a run of ``RUN`` tokens of chance out of ``among`` that comes again and again, behind
+    the token ``lead``: from its second time on each token is the one ``RUN`` before it.
+    """
+    runs = np.tile(rng.choice(among, (count, RUN)), length // RUN + 1)
+    found: I64 = np.concatenate([np.full((count, 1), lead, np.int64), runs], 1)[:, :length]
+    return found
 
 
 def _windows(text: str, tokenizer: Any, length: int, python: bool, most: int = 64) -> list[tuple[I64, Bools | None]]:

@@ -4,29 +4,30 @@
 >>> for batch in DataLoader(data, batch_size=None, num_workers=4):                # doctest: +SKIP
 ...     step(batch["resid_post.12"])                                              # [4096, width]
 
-How rows are mixed: blocks of 128 neighbours on the disk are permuted over all that was chosen, dealt out to the
+How rows are mixed: units of at most 128 neighbours on the disk are permuted over all that was chosen, dealt out to the
 workers, and filled into a window of at least 65,536 rows (``window``), out of which rows come in random order. So two
-rows that follow each other come from the same block with a chance of 128 / window, 1 in 512; across windows the mixing
-is that of the blocks. What is smaller than a window is shuffled perfectly.
+rows that follow each other come from the same unit with a chance of 128 / window, 1 in 512; across windows the mixing
+is that of the units. What is smaller than a window is shuffled perfectly.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 
 from schemas.errors import ArgumentError
 from vllm_tap.client.captures import Layers
 from vllm_tap.client.listing import Where
 from vllm_tap.loader.bucket_rows import BucketRows
-from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, block_sizes, rows_between
+from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, rows_between, units_of
 from vllm_tap.loader.row_files import RowFiles
 from vllm_tap.loader.row_index import BLOCK_ROWS, InBucket, RowIndex, build_index, keys_of
 from vllm_tap.loader.row_window import Batch, Window, WindowMemory
@@ -50,8 +51,8 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
     each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``; ``codec``
     chooses among captures that are stored in different ways. ``rank`` and ``world`` are those of torch.distributed
     where it is running. ``verify`` holds every row against its checksum (in a segment that is not sealed yet:
-    every frame, which reads all its layers); without it only heads of frames are. With ``allow_missing=False`` a
-    chosen capture that lacks rows raises MissingRows; else the rows that are there are taken.
+    every frame, which reads all its layers); without it only heads of frames are, and rows out of a bucket. With
+    ``allow_missing=False`` a chosen capture that lacks rows raises MissingRows; else the rows that are there are taken.
 
     A batch is a dict: ``site.layer`` [batch, width] of ``dtype`` for each, ``position``, ``token_id`` and ``capture``
     (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller. Iterating raises NotFoundError
@@ -64,8 +65,10 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
             isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
         raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
     plan = EpochPlan(seed, shuffle, batch, window, *_process(rank, world))
-    return RowDataset(build_index(path, keys_of(site, layer), where, codec, progress, allow_missing), plan, dtype,
-                      verify)
+    index = build_index(path, keys_of(site, layer), where, codec, progress, allow_missing)
+    if isinstance(store, Store):
+        index = replace(index, cache=store.opened[1], cache_bytes=store.opened[2])
+    return RowDataset(index, plan, dtype, verify)
 
 
 def _in_bucket(store: str | Path | Store) -> InBucket | None:
@@ -97,6 +100,8 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     def __init__(self, index: RowIndex, plan: EpochPlan, dtype: torch.dtype, verify: bool) -> None:
         self.index, self.plan, self.dtype, self.verify, self.epoch = index, plan, dtype, verify, 0
         self.batch, self.window = plan.batch, plan.window
+        self.units = units_of(index)
+        self._digest = xxhash.xxh3_64_hexdigest(index.order.encode() + self.units.astype("<i8").tobytes())
         self._memory = WindowMemory()
         self._done = 0  # batches of this process that are behind
         self._resume: dict[str, Any] | None = None
@@ -121,7 +126,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         return sum(self._batches(max(workers, 1)))
 
     def _batches(self, workers: int) -> list[int]:
-        return [self.plan.batches(self.rows, self.epoch, worker, workers) for worker in range(workers)]
+        return [self.plan.batches(self.units, self.epoch, worker, workers) for worker in range(workers)]
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, from its beginning."""
@@ -171,7 +176,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
 
     def _order(self) -> dict[str, Any]:
         """All that the order of the rows follows from, beside the epoch and the workers."""
-        return {"rows": self.rows, "names": self.names, **asdict(self.plan), "order": self.index.order}
+        return {"rows": self.rows, "names": self.names, **asdict(self.plan), "order": self._digest}
 
     def _state(self, workers: int, done: dict[int, int], turn: int = 0) -> dict[str, Any]:
         return {**self._order(), "epoch": self.epoch, "workers": workers, "done": done, "turn": turn}
@@ -191,15 +196,17 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
                 raise ArgumentError("state", {"done": state["done"]}, f"says nothing of worker {worker}")
             skip = int(done[worker])
         self._done = skip
-        blocks = self.plan.blocks(self.rows, self.epoch, worker, workers)
-        ends = np.cumsum(block_sizes(self.rows, blocks))  # of the blocks, in this order
+        order = self.plan.order(self.units, self.epoch, worker, workers)
+        firsts, ends = self.units[order], np.cumsum(np.diff(self.units)[order])  # of the units, in this order
         total = int(ends[-1]) if len(ends) else 0
         bucket = self.index.bucket
-        files = RowFiles(self.index, self.verify) if bucket is None else BucketRows(self.index, bucket)
+        sweepers = self.plan.world * workers
+        files = (RowFiles(self.index, self.verify, sweepers) if bucket is None else
+                 BucketRows(self.index, bucket, sweepers))
         try:
             for number in range(skip * self.batch // self.window, -(-total // self.window)):
                 begin, end = number * self.window, min((number + 1) * self.window, total)
-                chosen = rows_between(blocks, ends, begin, end)
+                chosen = rows_between(firsts, ends, begin, end)
                 slots = self.plan.slots(len(chosen), self.epoch, worker, workers, number)
                 filled = Window(files, chosen, slots, self._memory, min(self.window, total), self.dtype)
                 self.index = files.index
@@ -227,9 +234,9 @@ class Activations(Iterator[torch.Tensor]):
 
     def __init__(self, data: RowDataset) -> None:
         worker, workers = _worker()
-        if not data.plan.rows_read(data.rows, 0, worker, workers):  # every epoch would be empty, and a batch never full
-            plan, blocks = data.plan, -(-data.rows // BLOCK_ROWS)
-            raise ArgumentError("rank", plan.rank, f"has no rows: {blocks} blocks of {BLOCK_ROWS} are shared by "
+        if not data.plan.rows_read(data.units, 0, worker, workers):  # all epochs would be empty, and no batch full
+            plan, units = data.plan, len(data.units) - 1
+            raise ArgumentError("rank", plan.rank, f"has no rows: {units} units of at most {BLOCK_ROWS} are shared by "
                                                    f"world x workers = {plan.world} x {workers}")
         if data.batch > (most := max(data.rows, WINDOW_ROWS)):  # it would be put together in memory, epoch after epoch
             raise ArgumentError("batch", data.batch, f"at most {most} rows; the store has {data.rows}")
@@ -265,7 +272,7 @@ class Activations(Iterator[torch.Tensor]):
         if not isinstance(state.get("taken"), int):
             raise ArgumentError("state", dict(state), "valid: what state_dict gave")
         epoch, left = 0, int(state["taken"]) * self.data.batch
-        while left >= (size := self.data.plan.rows_read(self.data.rows, epoch)):
+        while left >= (size := self.data.plan.rows_read(self.data.units, epoch)):
             epoch, left = epoch + 1, left - size
         self.data.load_state_dict({**state, "epoch": epoch, "done": {0: left // self.data.batch}})
         self._batches, self._rest, self._taken = iter(self.data), torch.empty(0), int(state["taken"])

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.errors import ArgumentError
-from vllm_tap.loader.row_index import BLOCK_ROWS
+from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex
 
-__all__ = ["WINDOW_ROWS", "EpochPlan", "block_sizes", "rows_between"]
+__all__ = ["WINDOW_ROWS", "EpochPlan", "rows_between", "units_of"]
 
 WINDOW_ROWS: Final = 1 << 16
 I64 = npt.NDArray[np.int64]
@@ -21,7 +21,7 @@ I64 = npt.NDArray[np.int64]
 class EpochPlan:
     """Batches of ``batch`` rows out of windows of ``window``, for rank ``rank`` of ``world``; SpecError on bad numbers.
 
-    An epoch of ``rows`` rows is the same again for the same plan, epoch and number of workers.
+    An epoch of the same ``units`` is the same again for the same plan, epoch and number of workers.
     """
 
     seed: int
@@ -42,9 +42,9 @@ class EpochPlan:
         # Whole batches: no batch reaches into the next window.
         object.__setattr__(self, "window", -(-max(self.window, self.batch) // self.batch) * self.batch)
 
-    def blocks(self, rows: int, epoch: int, worker: int = 0, workers: int = 1) -> I64:
-        """The blocks of a worker, in the order in which they are read."""
-        count = -(-rows // BLOCK_ROWS)
+    def order(self, units: I64, epoch: int, worker: int = 0, workers: int = 1) -> I64:
+        """The numbers of a worker's units, in the order in which they are read."""
+        count = len(units) - 1
         order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
         found: I64 = order[self.rank * workers + worker::self.world * workers].astype(np.int64)
         return found
@@ -55,24 +55,31 @@ class EpochPlan:
             return np.arange(count)
         return np.random.default_rng([self.seed, epoch, self.rank * workers + worker, window]).permutation(count)
 
-    def rows_read(self, rows: int, epoch: int, worker: int = 0, workers: int = 1) -> int:
+    def rows_read(self, units: I64, epoch: int, worker: int = 0, workers: int = 1) -> int:
         """Rows of an epoch that a worker reads."""
-        return int(block_sizes(rows, self.blocks(rows, epoch, worker, workers)).sum())
+        return int(np.diff(units)[self.order(units, epoch, worker, workers)].sum())
 
-    def batches(self, rows: int, epoch: int, worker: int, workers: int) -> int:
+    def batches(self, units: I64, epoch: int, worker: int, workers: int) -> int:
         """Batches of an epoch that a worker makes."""
-        return -(-self.rows_read(rows, epoch, worker, workers) // self.batch)
+        return -(-self.rows_read(units, epoch, worker, workers) // self.batch)
 
 
-def block_sizes(rows: int, blocks: I64) -> I64:
-    """Rows of each block; the last of all may be smaller."""
-    firsts = blocks * BLOCK_ROWS
-    return np.minimum(firsts + BLOCK_ROWS, rows) - firsts
+def units_of(index: RowIndex) -> I64:
+    """The first row of each unit that is read as one, and at the end the number of rows, int64 ``[units + 1]``.
+
+    A unit is of one segment, and has at most ``BLOCK_ROWS`` neighbours. In a cold block they are of the same
+    ``BLOCK_ROWS`` rows of that, which are chunks of their own.
+    """
+    segment, offset = index.frames[index.frame[0]].T
+    within = segment != np.append(-1, segment[:-1])
+    number = np.arange(index.rows) - np.maximum.accumulate(np.where(within, np.arange(index.rows), 0))
+    cold = np.isin(segment, [number for number, one in index.segments.items() if one.cold])
+    unit = np.where(cold, offset + index.row[0], number) // BLOCK_ROWS
+    return np.append(np.flatnonzero(within | (unit != np.append(-1, unit[:-1]))), index.rows)
 
 
-def rows_between(blocks: I64, ends: I64, begin: int, end: int) -> I64:
-    """Rows number ``begin`` … ``end`` - 1 of ``blocks``, one after the other, that end at ``ends``."""
-    firsts = blocks * BLOCK_ROWS
+def rows_between(firsts: I64, ends: I64, begin: int, end: int) -> I64:
+    """Rows number ``begin`` … ``end`` - 1 of units: each begins at one of ``firsts``; together they end at ``ends``."""
     a, b = np.searchsorted(ends, (begin, end - 1), side="right")
     starts = np.concatenate(([0], ends[:-1]))
     sizes = ends[a:b + 1] - starts[a:b + 1]

@@ -1,9 +1,9 @@
-"""Stored rows of an index, copied out of the files in which they lie."""
+"""Stored rows of an index, copied out of the files in which they lie, or the bucket that they were evicted to."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
@@ -15,19 +15,21 @@ import numpy.typing as npt
 from schemas.catalog.records import Segment
 from schemas.errors import CorruptError, NotFoundError, StoreError
 from schemas.lru import Lru
+from schemas.objects.evicted import Evicted, EvictedWatch, evicted_numbers, read_away
+from schemas.read.reader import StoreReader
 from schemas.read.segment_maps import SegmentMaps, View, opened
 from schemas.store.row_checksums import piece_digests
 from schemas.store.segment import FrameView, head_digest, read_frame, verify_payload
 from schemas.wire.row_table import FLAG_ERASED
+from vllm_tap.loader.block_rows import Stored, copy_by_block
 from vllm_tap.loader.row_index import RowIndex, relocated
 
-__all__ = ["RowFiles", "Stored"]
+__all__ = ["RowFiles"]
 
 _HEADS_MAX: Final = 4096
 _SCRATCH_BYTES: Final = 1 << 18
 _GAP_BYTES: Final = 1 << 14  # copying so much that is not wanted takes no longer than asking once more
 Bytes = npt.NDArray[np.uint8]
-Stored = dict[str, Bytes]  # pieces by stream, uint8 [rows, piece bytes]
 I64 = npt.NDArray[np.int64]
 
 
@@ -38,9 +40,12 @@ class RowFiles:
     the process would end. Cold blocks are mapped, since nothing in them is ever erased: others take their place.
     """
 
-    def __init__(self, index: RowIndex, verify: bool) -> None:
-        self.index, self._verify = index, verify
+    def __init__(self, index: RowIndex, verify: bool, sweepers: int = 1) -> None:
+        """``sweepers`` processes do so, each with rows of its own."""
+        self.index, self._verify, self._sweepers = index, verify, sweepers
         self._maps = SegmentMaps(index.store, index.uuid)  # of cold blocks and of checksums
+        self._watch, self._away = EvictedWatch(index.store), dict[int, Evicted]()
+        self._reader: StoreReader | None = None  # of evicted rows
         self._heads = Lru[tuple[int, int], FrameView](_HEADS_MAX)
         self._scratch = np.empty(_SCRATCH_BYTES, np.uint8)
         # The segment that was read last, where it lies, and it itself: a file closes itself, also when the interpreter
@@ -54,22 +59,40 @@ class RowFiles:
         Rows that were moved since (by compaction) are looked up anew: ``index`` then is another, of the same rows. What
         ``copy`` raises.
         """
-        try:
-            return self._filled(chosen, slots, stored)
-        except CorruptError:
-            raise
-        except StoreError:
-            moved = relocated(self.index)
-            if np.array_equal(moved.frames, self.index.frames):
+        while True:
+            away = self._look()
+            try:
+                return self._filled(chosen, slots, stored, away)
+            except CorruptError:
                 raise
-            self.index = moved
-            return self._filled(chosen, slots, stored)
+            except StoreError:
+                moved = relocated(self.index)
+                if np.array_equal(moved.frames, self.index.frames) and self._look() == away:
+                    raise
+                self.index = moved
 
-    def _filled(self, chosen: I64, slots: I64, stored: Sequence[Stored]) -> I64:
+    def _look(self) -> Mapping[int, Evicted]:
+        """The records of blocks whose rows lie in a bucket by now."""
+        if self._watch.has_moved():
+            before, self._away = self._away, {
+                number: record for number in evicted_numbers(self.index.store)
+                if (record := read_away(self.index.store, number)) is not None}
+            for number in before.keys() | self._away.keys():
+                if before.get(number) != self._away.get(number):
+                    self._forget(number)
+        return self._away
+
+    def _filled(self, chosen: I64, slots: I64, stored: Sequence[Stored], away: Mapping[int, Evicted]) -> I64:
         token_id = np.empty(len(chosen), np.int64)
+        evicted = np.isin(self.index.frames[:, 0], list(away))
         for keys in self._alike(stored):
             frame, row = self.index.frame[keys[0]][chosen], self.index.row[keys[0]][chosen]
-            order = np.lexsort((row, frame))
+            if len(there := np.flatnonzero(evicted[frame])):
+                found = copy_by_block(self._beyond(), self.index, keys, chosen[there], stored, slots[there])
+                if keys[0] == 0:
+                    token_id[slots[there]] = found
+            here = np.flatnonzero(~evicted[frame])
+            order = here[np.lexsort((row[here], frame[here]))]
             numbers, places = chosen[order], slots[order]
             bounds = np.flatnonzero(np.diff(frame[order], prepend=-1, append=-1))
             for begin, end in pairwise(bounds.tolist()):
@@ -78,6 +101,14 @@ class RowFiles:
                 if keys[0] == 0:
                     token_id[where] = found
         return token_id
+
+    def _beyond(self) -> StoreReader:
+        """Who reads evicted rows, which knows of all that moved since."""
+        if self._reader is None:
+            self._reader = StoreReader(self.index.store, self.index.cache, self.index.cache_bytes,
+                                       sweepers=self._sweepers)
+        self._reader.tidy()
+        return self._reader
 
     def _alike(self, stored: Sequence[Stored]) -> list[list[int]]:
         """Keys whose rows lie in the same rows of the same frames, which are looked up once for all of them; those
@@ -122,7 +153,7 @@ class RowFiles:
             bad = self._verify and not self._match(segment, offset, layers, rows, [stored[key] for key in keys], slots)
             # A head is rewritten before rows are erased, so one that is still the same now vouches for the copy.
             if self._stale(segment, offset, view):
-                self._forget(segment)
+                self._forget(segment.number)
             elif bad:
                 raise CorruptError("read rows", f"block {number}, frame at byte {offset}",
                                    "a row does not match its checksum", "vllm-tap fsck names all that do not")
@@ -133,6 +164,9 @@ class RowFiles:
         """Close what is open; what was copied stays."""
         self._maps.close()
         self._heads.clear()
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
         if self._file is not None:
             self._file[2].close()
             self._file = None
@@ -143,7 +177,7 @@ class RowFiles:
         try:
             return self._frame(segment, offset)
         except CorruptError:  # of a file that another took the place of, or damaged
-            self._forget(segment)
+            self._forget(segment.number)
             return self._frame(segment, offset)
 
     def _frame(self, segment: Segment, offset: int) -> FrameView:
@@ -196,13 +230,13 @@ class RowFiles:
         _, path, file = self._file
         return path, file.fileno()
 
-    def _forget(self, segment: Segment) -> None:
-        """Look at a segment anew: it was erased from, or moved."""
-        self._maps.forget(segment.number)
+    def _forget(self, segment: int) -> None:
+        """Look at a segment anew: it was erased from, moved, evicted, or brought back."""
+        self._maps.forget(segment)
         for key, _ in self._heads.items():
-            if key[0] == segment.number:
+            if key[0] == segment:
                 self._heads.pop(key)
-        if self._file is not None and self._file[0] == segment.number:
+        if self._file is not None and self._file[0] == segment:
             self._file[2].close()
             self._file = None
 

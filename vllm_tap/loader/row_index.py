@@ -1,7 +1,7 @@
 """The rows of a store that a training run reads, and the place of each: arrays alone, so that workers share them.
 
-Rows are numbered in the order in which they lie on the disk (segment, frame, row); that order is cut into blocks of
-``BLOCK_ROWS`` neighbours, which are read together.
+Rows are numbered in the order in which they lie on the disk (segment, frame, row); that order is cut into units of at
+most ``BLOCK_ROWS`` neighbours, which are read together.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class InBucket:
     def __str__(self) -> str:
         return self.url
 
-    def open(self) -> BucketReader:
+    def open(self, sweepers: int = 0) -> BucketReader:
         """A reader, of the head that there is now."""
-        return BucketReader(self.url, self.cache, self.cache_bytes)
+        return BucketReader(self.url, self.cache, self.cache_bytes, sweepers=sweepers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,8 @@ class RowIndex:
     them, from the left to the right: ``share`` counts them.
 
     ``store`` is the folder; of a store in a ``bucket``, the folder of its cache. ``order`` is a digest of which row has
-    which number: of ids, ``capture`` and ``position``.
+    which number: of ids, ``capture`` and ``position``. ``cache`` and ``cache_bytes`` are for rows of a folder that were
+    evicted to a bucket.
 
     ``frames`` int64 ``[frames, 2]``: segment and byte offset. By key, int32 ``[rows]``: ``frame`` (a row of ``frames``)
     and ``row`` (of that frame). ``capture`` int32 ``[rows]`` counts in ``captures``; ``position`` uint32 ``[rows]``.
@@ -80,6 +81,8 @@ class RowIndex:
     position: npt.NDArray[np.uint32]
     order: str
     bucket: InBucket | None = None
+    cache: str | Path | None = None
+    cache_bytes: int | None = None
 
     @property
     def rows(self) -> int:

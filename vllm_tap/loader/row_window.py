@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_tap.loader.block_rows import Stored
 from vllm_tap.loader.bucket_rows import BucketRows
 from vllm_tap.loader.row_decode import decode, fresh, is_as_stored
-from vllm_tap.loader.row_files import RowFiles, Stored
+from vllm_tap.loader.row_files import RowFiles
 from vllm_tap.loader.row_index import RowIndex, name_of
 
 __all__ = ["Batch", "Window", "WindowMemory"]

@@ -13,7 +13,8 @@ from schemas import codecs
 from schemas.errors import ArgumentError, StoreError
 from schemas.read.reader import read_store_uuid
 from schemas.read.slices import RowFormat
-from vllm_tap.loader.row_files import RowFiles, Stored
+from vllm_tap.loader.block_rows import Stored
+from vllm_tap.loader.row_files import RowFiles
 from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, name_of
 
 __all__ = ["CODES", "DTYPES", "ROW_COLUMNS", "RowPart", "columns_of", "rows_a_task"]
@@ -111,7 +112,7 @@ def columns_of(index: RowIndex, dtype: str) -> tuple[str, ...]:
 
 
 def rows_a_task(index: RowIndex, dtype: str, task_bytes: int, columns: Sequence[str]) -> int:
-    """Rows of which the tensors have so many bytes: whole blocks of neighbours, where they hold one."""
+    """Rows of which the tensors have so many bytes: a multiple of ``BLOCK_ROWS``, where they hold so many."""
     rows = task_bytes // max(1, row_bytes(index, dtype, columns))
     return max(1, rows // BLOCK_ROWS * BLOCK_ROWS or rows)
 

@@ -31,6 +31,10 @@ from writer_service import fs
 room_kept = 256 * 1024 * 1024  # of the disk, when rows come back to it
 
 
+class SilentBucketError(StoreError):
+    """The bucket that has a block's rows does not answer: neither would it for another block now."""
+
+
 @contextmanager
 def locked(store: Path) -> Iterator[None]:
     """The lock under which rows of sealed blocks are changed, evicted and recalled; waits for who has it."""
@@ -178,7 +182,8 @@ def _fetch(store: Path, record: Evicted) -> None:
         raise StoreError("recall", f"{record.url}/{record.key}", f"it is not there: {error}",
                          "its rows were evicted from this disk, and the bucket has lost them") from None
     except BucketError as error:
-        raise StoreError("recall", block_name(record.segment), error) from None
+        kind = SilentBucketError if error.passing else StoreError
+        raise kind("recall", block_name(record.segment), error) from None
     finally:
         objects.close()
 

@@ -17,6 +17,7 @@ from typing import Final
 
 from schemas.catalog.records import connect_read
 from schemas.errors import StoreError
+from schemas.objects.evicted import read_evicted
 from schemas.store.cold_block import open_cold
 from schemas.store.paths import block_name, journal_folder
 from writer_service import log
@@ -149,13 +150,18 @@ class Upkeep:
         whole = [number for number in doomed if number in sealed and block_removal.removable(db, number)]
         if whole:
             block_removal.remember_streams(self._store, db)
+        silent = set[str]()  # buckets that do not answer, which takes minutes to find out
         for number, captures in sorted(doomed.items()):
             if number not in sealed:
                 done.retire.add(number)
                 continue
             block = self._store / block_name(number)
-            before = disk_bytes(block)
+            before, at = disk_bytes(block), None
             try:
+                at = None if number in whole else read_evicted(self._store, number)
+                if at is not None and at.url in silent:
+                    done.put_off = True
+                    continue
                 with evicted_blocks.locked(self._store):
                     if number in whole:
                         block_removal.remove_block(self._store, number)
@@ -172,6 +178,8 @@ class Upkeep:
             except (OSError, StoreError, ValueError, KeyError) as error:
                 done.failures += 1
                 self._complain(f"erase in segment {number}", error)
+                if at is not None and isinstance(error, evicted_blocks.SilentBucketError):
+                    silent.add(at.url)
 
     def _rewrite(self, db: sqlite3.Connection, number: int, done: Round) -> None:
         """A cold block without its doomed rows takes its place; the next round takes the old one away whole.

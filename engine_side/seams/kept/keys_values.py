@@ -18,7 +18,7 @@ import torch
 from engine_side.seams.runner import rows_of_step
 from schemas.errors import StartError
 
-__all__ = ["Change", "Heads", "Rows", "heads_of", "rewritten"]
+__all__ = ["Change", "Heads", "Rows", "heads_of", "layers_of", "rewritten", "runner_of"]
 
 Heads = dict[int, tuple[int, int]]  # by layer its heads of keys, and numbers of each
 
@@ -43,13 +43,13 @@ Change = Callable[[int, Rows], Iterable[tuple[torch.Tensor, torch.Tensor, torch.
 
 def heads_of(engine: Any) -> Heads:
     """The layers whose keys and values can be changed; StartError where those of a layer cannot."""
-    return {layer: (part.num_kv_heads, part.head_size) for layer, part in _layers(_runner(engine)).items()}
+    return {layer: (part.num_kv_heads, part.head_size) for layer, part in layers_of(runner_of(engine)).items()}
 
 
 @contextmanager
 def rewritten(engine: Any, change: Change) -> Iterator[None]:
     """Steps whose keys and values are what ``change`` makes of them. An exception of it ends the step."""
-    runner = _runner(engine)
+    runner = runner_of(engine)
     laid: list[tuple[list[str], torch.Tensor, torch.Tensor]] = []
     name = "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
     prepare = getattr(runner, name)
@@ -71,9 +71,9 @@ def rewritten(engine: Any, change: Change) -> Iterator[None]:
         for keys, values, there in change(layer, Rows(requests, owners, positions, key[:n], value[:n], slots[:n])):
             original(part, keys.contiguous(), values.contiguous(), cache, there)
 
-    changed = [part.impl for part in _layers(runner).values()]
+    changed = [part.impl for part in layers_of(runner).values()]
     setattr(runner, name, prepared)
-    for layer, part in _layers(runner).items():
+    for layer, part in layers_of(runner).items():
         part.impl.do_kv_cache_update = partial(update, layer, part.impl.do_kv_cache_update)
     try:
         yield
@@ -83,7 +83,8 @@ def rewritten(engine: Any, change: Change) -> Iterator[None]:
             del impl.do_kv_cache_update
 
 
-def _runner(engine: Any) -> Any:
+def runner_of(engine: Any) -> Any:
+    """The runner of an engine of one rank; StartError of one of several."""
     found = engine.collective_rpc(lambda worker: worker.model_runner)
     if len(found) != 1:
         raise StartError("keys and values can be changed in an engine with one rank only, and this one has "
@@ -91,7 +92,7 @@ def _runner(engine: Any) -> Any:
     return found[0]
 
 
-def _layers(runner: Any) -> dict[int, Any]:
+def layers_of(runner: Any) -> dict[int, Any]:
     """vLLM's attention layers by number; StartError, naming the layer, where its cache is written in another way."""
     from vllm.model_executor.models.utils import extract_layer_index
 

@@ -14,7 +14,7 @@ from schemas import limits
 from schemas.catalog.records import Segment
 from schemas.errors import BucketError, CorruptError, StoreError, TapError
 from schemas.objects.block_objects import BlockObjects
-from schemas.objects.chunk_cache import ChunkCache, default_cache, make_private
+from schemas.objects.chunk_cache import ChunkCache, Sparing, default_cache, make_private
 from schemas.objects.evicted import Evicted, EvictedWatch, evicted_numbers, read_away, read_evicted
 from schemas.objects.layout import Stored
 from schemas.objects.objects import Objects
@@ -32,9 +32,9 @@ _LOST: Final = "its rows were evicted from this disk: vllm-tap fsck says what th
 class EvictedObjects(BlockObjects):
     """As BlockObjects; StoreError where the bucket has lost what it must have: the block may be on the disk again."""
 
-    def __init__(self, objects: Objects, cache: ChunkCache, key: str, index: Stored) -> None:
+    def __init__(self, objects: Objects, cache: ChunkCache, key: str, index: Stored, sparing: Sparing | None) -> None:
         with _told():
-            super().__init__(objects, cache, key, index)
+            super().__init__(objects, cache, key, index, sparing)
 
     def batches(self, name: str, starts: I64, nbytes: I64 | int) -> Iterator[Batch]:
         """Pieces in the order of their starts."""
@@ -43,22 +43,22 @@ class EvictedObjects(BlockObjects):
 
 
 class LocalSegments(SegmentMaps):
-    """Segments by their numbers. Rows that are evicted are kept in ``cache``, at most ``cache_bytes`` of them."""
+    """Segments by their numbers. Rows that are evicted are kept in ``cache``, at most ``cache_bytes`` of them.
+
+    ``answer_s`` and ``sweepers`` are as of a reader of a bucket.
+    """
 
     def __init__(self, store: Path, uuid: bytes, cache: Path | None = None, cache_bytes: int | None = None,
-                 answer_s: float | None = None) -> None:
+                 answer_s: float | None = None, sweepers: int = 0) -> None:
         super().__init__(store, uuid)
-        self._answer_s = answer_s
+        self._answer_s, self._sweepers = answer_s, sweepers
+        self._sparing: Sparing | None = None
         self._cache_folder = cache
         self._cache_bytes = limits.bucket_cache_bytes if cache_bytes is None else cache_bytes
         self._chunks: ChunkCache | None = None
         self._objects: dict[str, Objects] = {}
         self._watch = EvictedWatch(store)
         self._away: dict[int, Evicted | None] = {}  # of sealed segments that were looked at
-
-    def by_block(self, segment: Segment) -> bool:
-        """Those of cold and of evicted blocks."""
-        return segment.cold or self._of(segment) is not None
 
     def rows_of(self, segment: Segment, offset: int) -> FrameRows:
         """What is said of the rows of the frame at ``offset``."""
@@ -132,7 +132,8 @@ class LocalSegments(SegmentMaps):
         except TapError as error:  # no client of buckets is installed, or there is no place for the cache
             raise StoreError("read evicted rows", f"{found.url}/{found.key}", error) from None
         with _told():
-            return open_objects(EvictedObjects(self._objects[found.url], cache, found.key, found.index), segment.cold)
+            return open_objects(EvictedObjects(self._objects[found.url], cache, found.key, found.index, self._sparing),
+                                segment.cold)
 
     def _cached(self) -> ChunkCache:
         if self._chunks is None:
@@ -141,6 +142,7 @@ class LocalSegments(SegmentMaps):
                 make_private(folder)
                 self._chunks = ChunkCache(folder / "evicted", self._cache_bytes)
                 self._keep(self._chunks)
+                self._sparing = Sparing(self._chunks.room // self._sweepers) if self._sweepers else None
             except OSError as error:
                 raise TapError(f"cache = {str(folder)!r}: {error}; name another one") from None
         return self._chunks

@@ -26,6 +26,8 @@ from vllm_tap.fidelity.job import FidelityJob, Made, study
 from vllm_tap.fidelity.reports.report import Report, lines_of
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished, study_place
 from vllm_tap.fidelity.texts import Corpus, Prompts
+from vllm_tap.fidelity.unpatched import drafting
+from vllm_tap.fidelity.unpatched.drafting import accepted
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
@@ -40,7 +42,8 @@ def drawn(seed: int) -> Prompts:
     return Prompts(tokens, np.arange(PROMPTS), tokens % 2 == 0)
 
 
-MADE = Made(SITES, TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True))
+MADE = Made(SITES, TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True),
+            attended=("q_rot", "k_rot", "v", "z"))
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +51,14 @@ def bench(reader: StoreReader) -> Iterator[Bench]:
     from vllm import LLM
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {"ARM": "resid_post,mlp_post,final_norm", "EDIT": "resid_post.1,mlp_post.1",
+        for name, value in {"ARM": "resid_post,mlp_post,final_norm,q_rot,k_rot,v,z", "EDIT": "resid_post.1,mlp_post.1",
                             "EDIT_ROWS": "1000"}.items():
             patch.setenv(f"VLLM_TAP_{name}", value)
         with in_this_process():
             llm: Any = LLM(str(family_model("qwen3", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=64,
                            max_num_seqs=PROMPTS, block_size=32, seed=0)
     with open_store(reader.path) as store:
-        yield Bench(llm.llm_engine, store, 4)
+        yield Bench(llm.llm_engine, store, 8)
     shut_down(llm)
 
 
@@ -83,18 +86,49 @@ def test_every_control_behaves_and_is_told(measured: tuple[Path, Report]) -> Non
         assert costs == sorted(costs) and costs[0] < costs[1] < costs[2] / 3 and costs[3] > 100 * costs[2]
         assert {one.kind for one in lines.values()} == {"codec", "noise", "control"}
         assert 0.2 < (lines["codec", "int8b64"].structure or 0) < 5
-        assert lines["control", "shuffled"].same_tokens < 4 and lines["codec", "raw16"].same_tokens == 4
+        assert lines["control", "shuffled"].same_tokens < 4 and lines["codec", "raw16"].same_tokens == 8
     assert 0 <= report.free < report.bar < 1 and report.settings["arithmetic"].startswith("bfloat16 against float32")
     neurons = report.places[1].rows["shuffled"]["neurons"]
     assert neurons["magnitude"] > 0.99 and neurons["concept"]["value"] < 0.9
     assert report.places[0].rows["int8b64"]["probe"]["lost"]["high"] < 0.02
 
 
+def test_attention_out_of_coded_rows_is_held_against_the_kernels_own(measured: tuple[Path, Report]) -> None:
+    found = measured[1].attention
+    assert found is not None and found["layer"] == 1 and found["told"]["kernel"].startswith("its outputs are at most ")
+    assert float(found["told"]["kernel"].split()[5]) < 1e-5
+    mass, overlap = ({name: float(np.mean(each[what])) for name, each in found["prompts"].items()}
+                     for what in ("mass", "overlap"))
+    assert list(mass) == [*CODECS, "shuffled"] and sorted(mass.values(), reverse=True) == list(mass.values())
+    assert mass["raw16"] > 0.9999 and overlap["raw16"] > 0.99 and mass["shuffled"] < 0.9
+    assert found["sizes"]["raw16"] == [256, 128] and found["told"]["shuffled"].endswith("more than with every codec")
+
+
+def test_a_drafter_that_has_learnt_nothing_is_not_shown(measured: tuple[Path, Report], bench: Bench) -> None:
+    """A model of chance goes by no rule that a linear head could find."""
+    found = measured[1].drafter
+    assert found is not None and list(found) == ["why"] and "it has learnt nothing of this model" in found["why"]
+
+
+def test_a_drafters_rows_and_tokens_belong_together(bench: Bench) -> None:
+    """A head of the identity drafts the token that the model gave itself, one too late: where it repeats itself."""
+    answers = bench.unedited(MADE.judged.tokens, generated=True)
+    for one, prompt in zip(answers, MADE.judged.tokens, strict=True):
+        assert len(one.norm) == len(prompt) + len(one.tokens) - 1
+        made = one.norm[len(one.norm) - len(one.tokens):]
+        own = bench.logits(made).argmax(-1)
+        assert own.tolist() == list(one.tokens)
+        heads = np.repeat(np.eye(one.norm.shape[1] + 1, one.norm.shape[1])[None], 5, 0)
+        starts = len(one.tokens) - 5
+        expected = accepted(np.stack([own[:starts]] * 5, 1), one.tokens)
+        assert drafting._accepted(bench, heads, made, one.tokens) == expected
+
+
 def test_a_run_that_was_ended_goes_on_where_it_was(measured: tuple[Path, Report], bench: Bench, reader: StoreReader,
                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     out, report = measured
     lines = (out / "progress.jsonl").read_text().splitlines(keepends=True)
-    assert len(lines) == 3  # the floors and two places
+    assert len(lines) == 5  # the floors, two places, attention and the drafter
     (out / "progress.jsonl").write_text("".join(lines[:2]) + lines[2][:50])  # killed while it wrote
     again = study(job(out), MADE, bench, reader.engine())
     assert again.places == report.places and again.floors == report.floors

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine_side.seams.kept import keys_values
+from engine_side.seams.kept.rotary import Rotary, rotaries_of
 from schemas.errors import ArgumentError, StartError
 from schemas.read.reader import StoreReader
 from tests.engine.edits.test_fidelity import drawn
@@ -32,7 +33,7 @@ from vllm_tap.fidelity.texts import Corpus
 pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 PROMPTS, TOKENS, CONTEXT = 6, 24, 12
-CODECS = ("kv8", "k8v4", "kv4", "kv4-pooled")
+CODECS = ("kv8", "k8v4", "kv4", "kv4-pooled", "pca4")
 MADE = Made((), TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True))
 
 
@@ -72,7 +73,7 @@ def measured(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def costs(report: Report, site: str) -> dict[str, float]:
     place = next(one for one in report.places if one.site == site)
-    return {one.name: float(np.mean(one.prompts["kl"])) for one in place.patched}
+    return {one.name: float(np.mean(one.prompts["kl"])) for one in place.patched if one.kind != "noise"}
 
 
 def test_every_control_behaves_and_is_told(measured: tuple[Path, Report]) -> None:
@@ -95,12 +96,43 @@ def test_in_forward_costs_more_than_a_snapshot_and_a_scale_a_head_less_than_one_
         snapshot, forward = costs(report, f"snapshot/{part}"), costs(report, f"in-forward/{part}")
         for name in CODECS:
             assert forward[name] > snapshot[name] > 0, (part, name)
+            assert forward[name] < forward["shuffled"] / 3, (part, name)
         for each in (snapshot, forward):
             assert each["kv8"] < each["kv4"] < each["shuffled"]
             assert each["kv4"] < each["kv4-pooled"] < each["shuffled"]
-    lines = {one.name: one for one in lines_of(report) if one.site == "in-forward/kv"}
+    lines = {one.name: one for one in lines_of(report) if one.site == "in-forward/kv" and one.kind != "noise"}
     width = report.places[0].width
     assert lines["kv8"].row_bytes < lines["k8v4"].row_bytes * 1.5 and lines["kv4"].row_bytes > width // 2
+    assert lines["pca4"].row_bytes == width // 2 + width // 32 * 2  # heads of 32 numbers
+    assert {one.kind for one in lines_of(report) if one.site != "in-forward/kv"} == {"codec", "control"}
+    noise = [one for one in lines_of(report) if one.kind == "noise"]
+    assert [one.name for one in noise] == list(CODECS)
+    assert all(0.1 < (lines[name].structure or 0) < 10 for name in CODECS)
+
+
+def test_what_a_model_of_chance_does_not_copy_is_not_shown(measured: tuple[Path, Report]) -> None:
+    assert measured[1].retrieval is not None
+    assert measured[1].retrieval["why"].startswith("a context of 12 tokens has no whole run of 32")
+
+
+def test_keys_turned_back_are_hugging_faces_before_its_rotary_embedding(bench: Bench) -> None:
+    from transformers import AutoModelForCausalLM
+
+    net: Any = AutoModelForCausalLM.from_pretrained(family_model("qwen3", DTYPE), dtype=torch.float32).eval()
+    theirs: dict[int, torch.Tensor] = {}
+    for layer, block in enumerate(net.model.layers):
+        block.self_attn.k_norm.register_forward_hook(
+            lambda _module, _given, output, layer=layer: theirs.__setitem__(layer, output[0]))
+    rows, turns = modes.Kept(TOKENS, bench.number_of), rotaries_of(bench.engine)
+    bench.rewritten(MADE.judged.tokens, rows)
+    with torch.inference_mode():
+        net(torch.from_numpy(MADE.judged.tokens[:1]))
+    for layer, expected in theirs.items():
+        turn = turns[layer]
+        assert isinstance(turn, Rotary)
+        given = rows.exact[layer, 0][0]
+        assert torch.allclose(turn.turned(given, torch.arange(TOKENS), back=True), expected, atol=1e-4)
+        assert not torch.allclose(given, expected, atol=0.1)
 
 
 def test_what_a_codec_costs_is_what_hugging_faces_cache_says(measured: tuple[Path, Report]) -> None:
@@ -143,7 +175,7 @@ def test_what_a_codec_costs_is_what_hugging_faces_cache_says(measured: tuple[Pat
 def test_a_run_that_was_ended_goes_on_where_it_was(measured: tuple[Path, Report], bench: Bench, tmp_path: Path) -> None:
     out, report = measured
     lines = (out / "progress.jsonl").read_text().splitlines(keepends=True)
-    assert len(lines) == 10  # the floors and nine places
+    assert len(lines) == 11  # the floors, nine places and retrieval
     (out / "progress.jsonl").write_text("".join(lines[:9]) + lines[9][:50])  # killed while it wrote
     again = study(job(out), MADE, bench)
     assert again.places == report.places and again.floors == report.floors
@@ -250,7 +282,8 @@ def test_a_codec_of_the_users_is_measured_beside_those_that_are_shipped(bench: B
     asked = KVJob(FidelityJob(str(family_model("qwen3", DTYPE)), tmp_path), ("in-forward",), ("kv",), ("kv8",),
                   {"mine": Half, "broken": NoNumber})
     place = study(asked, MADE, bench).places[0]
-    mean = {one.name: (float(np.mean(one.prompts["kl"])), one.row_bytes) for one in place.patched}
+    mean = {one.name: (float(np.mean(one.prompts["kl"])), one.row_bytes) for one in place.patched
+            if one.kind != "noise"}
     assert 0 < mean["mine"][0] < mean["kv8"][0] / 10 and mean["mine"][1] == 2 * place.width
     assert place.broken["broken"]["why"] == "it decodes to what is no number"
     assert place.told["broken"] == "broken here: it decodes to what is no number"
@@ -259,7 +292,8 @@ def test_a_codec_of_the_users_is_measured_beside_those_that_are_shipped(bench: B
 # ── engines that are broken on purpose ──────────────────────────────────────────────────────────────────────────
 
 
-def studied(bench: Bench, mode: str = "in-forward", part: str = "kv", codecs: tuple[str, ...] = CODECS) -> PlaceStudy:
+def studied(bench: Bench, mode: str = "in-forward", part: str = "kv", codecs: tuple[str, ...] = CODECS[:4]
+            ) -> PlaceStudy:
     heads, coders = keys_values.heads_of(bench.engine), chosen(codecs, {})
     layers = tuple(sorted(heads))
     sizes = measured_sizes(bench, MADE.judged.tokens, coders, layers)
@@ -306,8 +340,8 @@ def test_a_change_that_does_not_reach_the_cache_publishes_nothing(bench: Bench,
 
 
 def test_a_layer_that_is_left_out_publishes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = keys_values._layers
-    monkeypatch.setattr(keys_values, "_layers", lambda runner: {
+    right = keys_values.layers_of
+    monkeypatch.setattr(keys_values, "layers_of", lambda runner: {
         layer: part for layer, part in right(runner).items() if layer})
     heads = {0: (2, 32), **keys_values.heads_of(bench.engine)}
     coders, layers = chosen(("kv8",), {}), tuple(sorted(heads))
@@ -326,5 +360,5 @@ def test_a_prompt_that_is_cut_elsewhere_is_refused(bench: Bench) -> None:
 
 def test_the_engine_is_what_it_was_when_nothing_is_changed_any_more(bench: Bench) -> None:
     """This one comes last: a step was ended by an exception above."""
-    parts = keys_values._layers(keys_values._runner(bench.engine))
+    parts = keys_values.layers_of(keys_values.runner_of(bench.engine))
     assert all("do_kv_cache_update" not in vars(part.impl) for part in parts.values())

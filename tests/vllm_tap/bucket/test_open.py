@@ -28,7 +28,6 @@ from tests.writer_service.tools.test_compaction import WIDTH
 from tests.writer_service.tools.test_fsck import edit, flip
 from vllm_tap import open_store
 from vllm_tap.bucket.push import push
-from vllm_tap.cli.main import app
 from vllm_tap.store import folder_of
 from writer_service.config import Config
 from writer_service.tools.compaction import compact
@@ -279,10 +278,6 @@ def test_what_cannot_be_done_is_refused_by_name(cold: Path, sample: Sample, tmp_
         for store in (bucket, url):
             with pytest.raises(StoreError, match=r"open store file://.*with a folder, not with a bucket"):
                 folder_of(store)  # as read_captures of Ray Data does
-    for command in (["ls"], ["show", "x"], ["rm", "x"], ["hold", "x"], ["fsck"], ["export", "x"], ["compact"],
-                    ["rebuild"]):
-        with pytest.raises(TapError, match="--store = 's3://b/p': this is done with a folder"):
-            app([*command, "--store", "s3://b/p"], standalone_mode=False)
     with pytest.raises(TapError, match="--store = 's3://b/p': this is done with a folder"):
         Config(Path("s3://b/p"), "ipc:///tmp/x")
     with pytest.raises(StoreError, match="open store s3://b/p: this is done with a folder"):

@@ -19,7 +19,7 @@ import pytest
 from schemas.errors import BucketError, TapError
 from schemas.ids import new_ulid
 from schemas.objects.layout import HEAD, INDEX, Head, Stored, digest
-from tests.support.buckets import FaultProxy
+from tests.support.buckets import Fault, FaultProxy
 from tests.support.store_helpers import ROOT, SITE
 from tests.vllm_tap.bucket.conftest import Sample
 from vllm_tap import open_store
@@ -61,6 +61,18 @@ def test_damaged_rows_are_found_and_sent_again_where_that_is_asked_for(store: Pa
     large.write_bytes(right[:-1] + bytes([right[-1] ^ 1]))
     push(store, url, verify=True)
     assert large.read_bytes() == right
+
+
+def test_a_list_that_was_cut_is_asked_for_again(store: Path, s3: FaultProxy) -> None:
+    url, lists = f"s3://bucket/{new_ulid()}", 0
+
+    def fault(method: str, path: str) -> Fault:
+        nonlocal lists
+        lists += "list-type" in path
+        return "cut" if "list-type" in path and lists % 2 else None
+
+    s3.fault = fault
+    assert push(store, url).changed and lists > 4
 
 
 def test_a_service_that_heeds_no_conditions_is_refused(store: Path, s3: FaultProxy) -> None:

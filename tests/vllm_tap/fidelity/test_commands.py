@@ -108,7 +108,7 @@ def test_the_pilots_are_trained_and_measured_and_full8_holds_for_the_plain_one_a
         return subprocess.run([sys.executable, "-m", "vllm_tap", *words], cwd=tmp_path, text=True, capture_output=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    done = run("fidelity", "--pilot", "--out", "out", "--sites", "mlp_post", "--layers", "2", "--codecs",
+    done = run("fidelity", "--pilot", "--out", "out", "--sites", "mlp_post", "--layers", "1", "--codecs",
                "full8,fp8row", "--prompts", "16", "--tokens", "64")
     assert done.returncode == 0, done.stderr[-2000:]
     costs = {name: {one.name: sum(one.prompts["kl"]) for one in load_report(tmp_path / "out" / name / "report.json")

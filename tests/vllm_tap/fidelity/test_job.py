@@ -16,12 +16,12 @@ from tests.vllm_tap.fidelity.test_reports import PLAIN, PROMPTS, load_copy
 from tests.vllm_tap.fidelity.test_rows import saved
 from vllm_tap.fidelity import job
 from vllm_tap.fidelity.distributions import Compared
-from vllm_tap.fidelity.features import digest_of
 from vllm_tap.fidelity.job import FidelityJob, publish
 from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report, load_report
 from vllm_tap.fidelity.study import Patched, PlaceStudy, Unpublished, Variant, add
+from vllm_tap.fidelity.unpatched.features import digest_of
 from vllm_tap.tiny_model import tiny_model
 
 

@@ -11,9 +11,9 @@ import torch
 
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity.job import FidelityJob
-from vllm_tap.fidelity.kv.codecs import DEFAULT_CODECS, Coder, Float8, chosen, fitting, own_codec, own_codecs
+from vllm_tap.fidelity.kv.codecs import DEFAULT_CODECS, Coder, Float8, Stand, chosen, fitting, own_codec, own_codecs
 from vllm_tap.fidelity.kv.job import KVJob, _digests
-from vllm_tap.fidelity.kv.modes import Coding, coded_by
+from vllm_tap.fidelity.kv.modes import Coding
 from vllm_tap.tiny_model import tiny_model
 
 HEADS, HEAD = 4, 64
@@ -260,6 +260,6 @@ def test_a_codec_that_does_not_code_each_token_by_itself_is_refused(kind: Any, m
 def test_an_encoder_that_writes_in_place_changes_nothing_but_what_it_was_given() -> None:
     rows, made = ROWS.clone(), Coder.of("mine", InPlace)
     assert made.check(rows, "k") == 4 * HEADS * HEAD
-    coding = Coding("in-forward", "k", frozenset({0}), 1, coded_by(made), int)
-    coded = coding._one("0", rows, torch.arange(len(rows)), "k")
+    coding = Coding("in-forward", "k", frozenset({0}), 1, made.coded, int)
+    coded = coding._one(rows, Stand(0, 0, torch.arange(len(rows)), "k"))
     assert torch.equal(rows, ROWS) and not torch.equal(coded, ROWS) and coding.changed == len(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from bench.kv_page import tables
 from schemas.errors import ArgumentError
 from tests.vllm_tap.fidelity.test_reports import DOCS, PLAIN, PROMPTS, load_copy, patched
 from vllm_tap.fidelity.bench import Unpublished
+from vllm_tap.fidelity.kv.anchors import ANCHORS
 from vllm_tap.fidelity.kv.job import _check_shuffled
 from vllm_tap.fidelity.kv.modes import MODES, PARTS
 from vllm_tap.fidelity.kv.terms import terms_of
@@ -76,6 +78,21 @@ def test_the_page_has_ratios_and_terms_and_nothing_of_rows_without_a_model() -> 
     odd = replace(report(), settings={**report().settings, "left_out": "rot4: turns heads of a power of two"})
     assert "Left out: rot4: turns heads of a power of two." in page_of(odd)
     assert ratios_of(PLAIN) == {} and "Without patching" in page_of(PLAIN)
+
+
+def test_what_is_copied_stands_on_the_page_with_what_others_have_published() -> None:
+    copied = {"in-forward/kv": {"kv4": [0.75] * PROMPTS, "shuffled": [0.25] * PROMPTS}}
+    found = replace(report(), retrieval={"positions": 31, "exact": [1.0] * PROMPTS, "copied": copied, "told": {}})
+    page = page_of(found)
+    assert "<td>in-forward/kv</td><td>kv4</td><td>256</td>" in page and "0.750 <small>" in page and "+0.250" in page
+    assert ANCHORS and all(f"{one.source}, {one.date}" in page and f"KL {one.kl} nats" in page for one in ANCHORS)
+    assert "Published elsewhere" not in page_of(PLAIN)  # another metric
+
+
+def test_published_figures_have_a_date_a_source_and_a_size() -> None:
+    for one in ANCHORS:
+        assert one.source.startswith("https://") and date.fromisoformat(one.date).year >= 2020 and one.of
+        assert 0 < one.kl < 1 and 0 < one.bits <= 16
 
 
 def test_what_shuffled_rows_cost_is_the_bound_of_what_may_be_said() -> None:

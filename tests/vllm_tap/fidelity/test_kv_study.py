@@ -11,10 +11,13 @@ import torch
 
 from engine_side.seams.kept.keys_values import Change, Rows
 from schemas.errors import ArgumentError, StartError
+from vllm_tap.fidelity import texts
 from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.distributions import I64
-from vllm_tap.fidelity.kv.codecs import Coder, Float8, own_codec
-from vllm_tap.fidelity.kv.modes import MODES, Window, window_of
+from vllm_tap.fidelity.kv import retrieval
+from vllm_tap.fidelity.kv.codecs import Coder, Float8, Stand, own_codec
+from vllm_tap.fidelity.kv.modes import MODES, Window, noise_like, window_of
+from vllm_tap.fidelity.kv.retrieval import study_retrieval
 from vllm_tap.fidelity.kv.study import Where, study_kv
 from vllm_tap.fidelity.study import PlaceStudy
 
@@ -198,3 +201,86 @@ def test_a_window_that_hardly_a_row_leaves_is_refused_with_what_would_do() -> No
     assert window_of(128, 64, most).exact == most
     with pytest.raises(ArgumentError):
         window_of(128, 64, most + 1)
+
+
+# ── noise, components, retrieval ────────────────────────────────────────────────────────────────────────────────
+
+
+def test_noise_has_each_heads_own_power_and_no_other() -> None:
+    coder, rows = Coder.of("mine", Float8), torch.randn(50, HEADS, HEAD, generator=torch.Generator().manual_seed(0))
+    stand = Stand(1, 0, torch.arange(50), "k")
+    off, noise = coder.coded(rows, stand) - rows, noise_like(coder)(rows, stand) - rows
+    assert torch.allclose(noise.norm(dim=-1), off.norm(dim=-1), rtol=1e-3)
+    assert (off * noise).sum() ** 2 < 0.05 * off.square().sum() * noise.square().sum()  # another direction
+    assert torch.equal(noise_like(coder)(rows, stand) - rows, noise)
+    other = noise_like(coder)(rows, Stand(2, 0, torch.arange(50), "k")) - rows
+    assert not torch.allclose(other, noise)
+
+
+def test_noise_is_measured_beside_each_codec_where_it_is_asked_for() -> None:
+    where = Where("in-forward", "kv", (0,), noisy=True)
+    coders = [Coder.of("mine", Float8)]
+    place = study_kv(OneLayer(), DRAWN, where, coders, ({("mine", 0, what): 32 for what in "kv"}, {0: (HEADS, HEAD)}),
+                     (PROMPTS, CONTEXT), lambda: None)
+    assert [(one.kind, one.name) for one in place.patched] == [("codec", "mine"), ("noise", "mine"),
+                                                              ("control", "shuffled")]
+    codec, noise, shuffled = (float(np.mean(one.prompts["kl"])) for one in place.patched)
+    assert 0.1 * noise < codec < 10 * noise and noise < shuffled / 3
+
+
+class Copies(OneLayer):
+    """Logits are those of the token whose values lie ``back`` positions before the next one, as a head that copies."""
+
+    back = 4
+
+    def _answers(self, states: Sequence[torch.Tensor]) -> list[Answer]:
+        table = np.random.default_rng(2).normal(size=(VOCABULARY, 2, HEADS * HEAD)).astype(np.float32)[:, 1]
+        return [Answer((0,), np.stack([of_prompt[at // self.step][max(0, at + 1 - self.back), 1].flatten().numpy()
+                                       @ table.T for at in range(TOKENS)]), None)
+                for of_prompt in zip(*states, strict=True)]
+
+
+class Nothing(Float8):
+    def decode(self, pieces: Any, heads: int, head: int, what: str) -> torch.Tensor:
+        return 0 * super().decode(pieces, heads, head, what)
+
+
+def retrieved(monkeypatch: pytest.MonkeyPatch, bench: Bench, *modes: str) -> Any:
+    for module in (texts, retrieval):
+        monkeypatch.setattr(module, "RUN", 4)
+    coders = [Coder.of("fp8", Float8), Coder.of("nothing", Nothing), Coder.of("broken", Broken)]
+    return study_retrieval(bench, DRAWN, [Where(mode, "kv", (0,)) for mode in modes], coders, (2, CONTEXT),
+                           lambda: None)
+
+
+class Broken(Float8):
+    def decode(self, pieces: Any, heads: int, head: int, what: str) -> torch.Tensor:
+        return super().decode(pieces, heads, head, what) * float("nan")
+
+
+def test_what_is_copied_through_a_codec_is_counted_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = retrieved(monkeypatch, Copies(), *MODES)
+    assert found.positions == 3 and found.exact == [1.0] * PROMPTS
+    assert list(found.copied) == [f"{mode}/kv" for mode in MODES]
+    for place, shares in found.copied.items():
+        assert list(shares) == ["fp8", "nothing", "shuffled"]
+        assert shares["fp8"] == [1.0] * PROMPTS, place
+        assert np.mean(shares["nothing"]) < 0.5 > np.mean(shares["shuffled"]), place
+        assert found.told[f"{place} broken"] == "broken here: it decodes to what is no number"
+
+
+@pytest.mark.parametrize(("bench", "match"), [
+    (OneLayer(), r"the model itself tells \d+ % of the tokens of a run that comes again, and at least 50 % are needed"),
+    (type("Late", (Copies,), {"back": 3})(), r"the model itself tells \d+ %")])
+def test_what_the_model_itself_does_not_copy_is_not_shown(monkeypatch: pytest.MonkeyPatch, bench: Bench, match: str
+                                                          ) -> None:
+    with pytest.raises(Unpublished, match=match):
+        retrieved(monkeypatch, bench, "in-forward")
+
+
+def test_a_model_that_copies_from_elsewhere_than_the_cache_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shuffled rows are as good as exact ones."""
+    monkeypatch.setattr(Copies, "rewritten", lambda self, prompts, change: [
+        OneLayer.rewritten(self, prompts, change), self.unedited(prompts)][1])
+    with pytest.raises(Unpublished, match=r"at in-forward/kv as much is copied from shuffled rows as from exact ones"):
+        retrieved(monkeypatch, Copies(), "in-forward")

@@ -19,10 +19,10 @@ def pilots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         told: list[tuple[int, int]] = []
-        plain = pilot_model(steps=12, progress=lambda done, total: told.append((done, total)))
-        assert told == [(number, 12) for number in range(1, 13)]
-        assert pilot_model(steps=12) == plain and not list(plain.parent.glob(".building-*"))
-        return plain, pilot_model(planted=True, steps=12)
+        plain = pilot_model(steps=16, progress=lambda done, total: told.append((done, total)))
+        assert told == [(number, 16) for number in range(1, 17)]
+        assert pilot_model(steps=16) == plain and not list(plain.parent.glob(".building-*"))
+        return plain, pilot_model(planted=True, steps=16)
 
 
 def test_planted_columns_leave_every_logit_where_it_was(pilots: tuple[Path, Path]) -> None:

@@ -15,10 +15,11 @@ from schemas.errors import ArgumentError
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.reports.compare import compared
 from vllm_tap.fidelity.reports.page import page_of
+from vllm_tap.fidelity.reports.parts import drafter_lines
 from vllm_tap.fidelity.reports.recommend import recommend, shown
 from vllm_tap.fidelity.reports.report import Report, lines_of, load_report
-from vllm_tap.fidelity.rows import geometry, noise
 from vllm_tap.fidelity.study import Patched, PlaceStudy
+from vllm_tap.fidelity.unpatched.rows import geometry, noise
 
 DOCS = Path(__file__).parents[3] / "docs" / "evidence"
 PROMPTS = 16
@@ -158,6 +159,41 @@ def load_copy(one: Report) -> Report:
 
     found = json.loads(one.to_json())
     return replace(one, places=[place_of(each) for each in found["places"]])
+
+
+def test_attention_and_the_drafter_stand_on_the_page_or_why_they_do_not() -> None:
+    numbers = np.linspace(0.9, 1.0, PROMPTS).tolist()
+    attention = {"layer": 2, "sizes": {"full8": [64, 32]}, "told": {"kernel": "as it follows"}, "prompts": {
+        name: dict.fromkeys(("overlap", "all", "mass", "entropy"), numbers) for name in ("full8", "shuffled")}}
+    drafter = {"rows": 9, "starts": 3, "exact": [2.0] * PROMPTS, "sizes": {"full8": 516}, "told": {},
+               "lengths": {"full8": [1.5] * PROMPTS, "shuffled": [1.0] * PROMPTS}}
+    page = page_of(replace(PLAIN, attention=attention, drafter=drafter))
+    assert "<td>layer 2</td><td>full8</td><td>96</td>" in page and "0.95000 <small>" in page
+    assert "kernel: as it follows" in page and "Retrieval" not in page and "Not shown" not in page
+    assert "1.500 <small>" in page and "0.750 <small>[0.750, 0.750]" in page and "2.000 <small>" in page
+    page = page_of(replace(PLAIN, attention={"why": "it has sinks"}, drafter={"why": "answers are too short"}))
+    assert "Not shown: it has sinks." in page and "Not shown: answers are too short." in page
+    assert "Attention" not in page_of(PLAIN)
+    assert [line.values["share"].value for line in drafter_lines(drafter)] == [1.0, 0.75, 0.5]
+
+
+def test_attention_and_a_drafter_have_the_cheapest_codec_whose_bound_holds() -> None:
+    def masses(low: float) -> dict[str, list[float]]:
+        return {"mass": np.linspace(low, low + 0.01, PROMPTS).tolist()}
+
+    sizes = {"raw16": [512, 256], "full8": [258, 130], "nf4b64": [160, 80]}
+    attention = {"layer": 2, "sizes": sizes, "told": {}, "prompts": {
+        "raw16": masses(0.99), "full8": masses(0.99), "nf4b64": masses(0.984), "shuffled": masses(0.2)}}
+    found = recommend([replace(PLAIN, attention=attention)], "attention")
+    assert found.chosen is not None and (found.chosen.codec, found.chosen.bytes_per_token) == ("full8", 388)
+    assert found.specs == [{"sites": ["k_rot", "q_rot"], "layers": [2], "codec": "full8"}]
+    assert [(one.codec, one.holds) for one in found.offers] == [("nf4b64", False), ("full8", True), ("raw16", True)]
+    drafter = {"rows": 9, "starts": 3, "exact": [2.0] * PROMPTS, "told": {}, "sizes": {"full8": 516, "nf4b64": 320},
+               "lengths": {"full8": [1.99] * PROMPTS, "nf4b64": [1.9] * PROMPTS, "shuffled": [1.0] * PROMPTS}}
+    found = recommend([replace(PLAIN, drafter=drafter)], "drafter")
+    assert found.chosen is not None and found.specs == [{"sites": ["final_norm"], "layers": [0], "codec": "full8"}]
+    with pytest.raises(ArgumentError, match=r"--use = 'drafter': no report has it at what was asked for"):
+        recommend([replace(PLAIN, drafter={"why": "too short"})], "drafter")
 
 
 def test_the_page_is_one_file_and_names_are_text_in_it() -> None:

@@ -16,11 +16,11 @@ from sklearn.metrics import roc_auc_score
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench
-from vllm_tap.fidelity.features import Probing, _area, _wins, load_autoencoder, survival
-from vllm_tap.fidelity.rows import geometry, neurons, noise
-from vllm_tap.fidelity.science import Science
 from vllm_tap.fidelity.study import same_rows
 from vllm_tap.fidelity.texts import Prompts
+from vllm_tap.fidelity.unpatched.features import Probing, _area, _wins, load_autoencoder, survival
+from vllm_tap.fidelity.unpatched.rows import geometry, neurons, noise
+from vllm_tap.fidelity.unpatched.science import Science
 
 RNG = np.random.default_rng(0)
 ROWS = RNG.standard_normal((12, 40, 64)).astype(np.float32)

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vllm_tap.fidelity.distributions import compare, first_divergence, log_softmax
+from vllm_tap.fidelity.distributions import Compared, compare, first_divergence, log_softmax
 from vllm_tap.fidelity.reports.report import perplexity_change
 from vllm_tap.fidelity.statistics import Interval, interval, verdict
+from vllm_tap.fidelity.study import tally
 
 DRAWN = np.random.default_rng(0).normal(3.0, 1.0, 200)
 
@@ -91,3 +92,18 @@ def test_a_token_that_is_ruled_out_costs_nothing() -> None:
 
 def test_answers_part_at_their_first_difference() -> None:
     assert first_divergence((1, 2, 3), (1, 9, 3)) == 1 and first_divergence((1, 2), (1, 2)) == 2
+
+
+@pytest.mark.parametrize(("first", "positions", "shown"), [(1, 20_000, False), (1, 20_001, True), (64, 20_063, False),
+                                                           (64, 20_064, True)])
+def test_a_p999_is_of_20000_scored_positions_at_least_or_is_not_there(first: int, positions: int, shown: bool) -> None:
+    """Of fewer it would be the twentieth largest, and say nothing of a tail."""
+    kl = np.full(positions, 1.0)
+    kl[-positions // 500:] = 7.0
+    half = positions // 2
+    found = tally("c", "codec", 1, [Compared(kl, kl > 0, kl > 0, kl[1:], kl[1:])], [1.0], first)
+    assert (found.tail["p99.9"] == 7.0) if shown else found.tail["p99.9"] is None
+    assert found.tail["p99"] == 1.0 and found.tail["max"] == 7.0
+    parts = [Compared(each, each > 0, each > 0, each[1:], each[1:]) for each in (kl[:half], kl[half:])]
+    together = tally("c", "codec", 1, parts, [1.0, 1.0], first)  # it is of all prompts together
+    assert (together.tail["p99.9"] is None) == (positions - 2 * first < 20_000)

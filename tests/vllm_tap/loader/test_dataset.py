@@ -251,10 +251,10 @@ def test_activations_never_end_and_go_on(made: Made) -> None:
 
 def test_activations_of_a_rank_without_rows_are_refused(made: Made) -> None:
     options: dict[str, Any] = {"codec": "int8b64", "batch": 100, "world": 101}
-    blocks = -(-made.rows // 128)
-    assert len(next(activations(made.path, "resid_post.1", rank=blocks - 1, **options))) == 100
-    with pytest.raises(SpecError, match=f"^rank = {blocks}: has no rows: {blocks} blocks of 128 are shared by"):
-        activations(made.path, "resid_post.1", rank=blocks, **options)
+    units = len(rows(made.path, "resid_post.1", codec="int8b64").units) - 1
+    assert len(next(activations(made.path, "resid_post.1", rank=units - 1, **options))) == 100
+    with pytest.raises(SpecError, match=f"^rank = {units}: has no rows: {units} units of at most 128 are shared by"):
+        activations(made.path, "resid_post.1", rank=units, **options)
 
 
 def test_an_sae_trains_on_it(made: Made) -> None:

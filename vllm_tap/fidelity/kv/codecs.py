@@ -22,8 +22,8 @@ from schemas.codecs import decode, parse_codec
 from schemas.codecs.nf4b64 import BETWEEN, LEVELS
 from schemas.errors import ArgumentError, TapError
 
-__all__ = ["DEFAULT_CODECS", "IDENTITY", "SHUFFLED", "Coder", "KVCodec", "Pieces", "chosen", "fitting", "own_codec",
-           "own_codecs"]
+__all__ = ["DEFAULT_CODECS", "IDENTITY", "SHUFFLED", "Coded", "Coder", "KVCodec", "Pieces", "Stand", "chosen",
+           "fitting", "lloyd_max", "own_codec", "own_codecs"]
 
 Pieces = Mapping[str, torch.Tensor]
 
@@ -51,6 +51,32 @@ class KVCodec(Protocol):
 
     def token_bytes(self, heads: int, head: int, what: str) -> int:
         """Bytes of a token's keys (or values) of one layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Where rows stand: the number of their ``prompt``, ``layer``, ``positions`` int64 [rows], ``what``: "k" or "v"."""
+
+    prompt: int
+    layer: int
+    positions: torch.Tensor
+    what: str
+
+
+class Coded(Protocol):
+    """A codec by name that may be another in each layer, and may know positions."""
+
+    @property
+    def name(self) -> str: ...
+
+    def at(self, layer: int) -> Coder:
+        """The layer's own."""
+
+    def coded(self, rows: torch.Tensor, stand: Stand) -> torch.Tensor:
+        """Rows [rows, heads, head] through it, in their own dtype."""
+
+    def digest(self, heads: int, head: int, dtype: torch.dtype) -> str:
+        """What tells it from another of its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +176,12 @@ class Rotated:
         turned = rows.float() @ _rotation(rows.shape[-1]).to(rows.device)
         length = turned.norm(dim=-1)
         codes = torch.bucketize(divided(turned, length.unsqueeze(-1)) * math.sqrt(rows.shape[-1]),
-                                _lloyd_max(self.bits)[1].to(rows.device))
+                                lloyd_max(self.bits)[1].to(rows.device))
         return {"q": _packed(codes, self.bits), "length": nan_unless_finite(length.to(torch.bfloat16))}
 
     def decode(self, pieces: Pieces, heads: int, head: int, what: str) -> torch.Tensor:
         codes = _unpacked(pieces["q"], heads, self.bits).long()
-        turned = _lloyd_max(self.bits)[0].to(codes.device)[codes]
+        turned = lloyd_max(self.bits)[0].to(codes.device)[codes]
         turned = turned / turned.norm(dim=-1, keepdim=True) * pieces["length"].float().unsqueeze(-1)
         return turned @ _rotation(head).to(codes.device).T
 
@@ -199,7 +225,7 @@ def _unpacked(codes: torch.Tensor, groups: int, bits: int = 4) -> torch.Tensor:
 
 
 @cache
-def _lloyd_max(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def lloyd_max(bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Levels that a normal distribution is nearest to, and the bounds between them: float32."""
     normal = NormalDist()
     levels = [normal.inv_cdf((at + 0.5) / (1 << bits)) for at in range(1 << bits)]
@@ -254,6 +280,14 @@ class Coder:
             raise ArgumentError("--codec", name, f"its class has no {', '.join(lacking)}; a codec is what "
                                                  "vllm_tap.fidelity.kv.codecs.KVCodec says")
         return found
+
+    def at(self, layer: int) -> Coder:
+        """It is the same in each."""
+        return self
+
+    def coded(self, rows: torch.Tensor, stand: Stand) -> torch.Tensor:
+        """Rows through it, wherever they stand."""
+        return self.round_trip(rows, stand.what)
 
     def round_trip(self, rows: torch.Tensor, what: str) -> torch.Tensor:
         """Rows [tokens, heads, head] through the codec, in their own dtype; they stay as they are."""

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from engine_side.seams.kept.keys_values import Heads, heads_of
+from engine_side.seams.kept.rotary import Rotary, rotaries_of
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity.bench import Bench, Unpublished
 from vllm_tap.fidelity.job import (
@@ -30,9 +31,12 @@ from vllm_tap.fidelity.job import (
     refuse,
 )
 from vllm_tap.fidelity.kept import Kept
-from vllm_tap.fidelity.kv.codecs import SHUFFLED, Coder, KVCodec, chosen, fitting
+from vllm_tap.fidelity.kv.codecs import SHUFFLED, Coded, Coder, KVCodec, chosen, fitting
 from vllm_tap.fidelity.kv.modes import MODES, PARTS, ROLLING, Window, window_of
+from vllm_tap.fidelity.kv.modes import Kept as KeptRows
 from vllm_tap.fidelity.kv.own_cache import SITE, OwnCache, check_dtypes, run_own, study_own
+from vllm_tap.fidelity.kv.principal import PRINCIPAL, by_layer
+from vllm_tap.fidelity.kv.retrieval import study_retrieval
 from vllm_tap.fidelity.kv.study import Where, batches, measured_sizes, study_kv
 from vllm_tap.fidelity.reports.report import Report
 from vllm_tap.fidelity.study import PlaceStudy
@@ -74,10 +78,26 @@ class KVJob:
                 raise ArgumentError(flag, ",".join(given), "names one twice")
         if len(set(self.common.layers)) < len(self.common.layers):
             raise ArgumentError("--layers", ",".join(map(str, self.common.layers)), "names one twice")
-        chosen(self.codecs, self.own)
+        if both := [name for name in self.own if name in PRINCIPAL]:
+            raise ArgumentError("--codec", both[0], "is the name of a codec that is shipped; take another")
+        self.plain()
         if self.engine_dtypes:
             check_dtypes(self.engine_dtypes)
         refuse(self.common.engine_args, _REFUSED, "is set by this command, or changes how keys and values are kept")
+
+
+    def plain(self) -> list[Coder]:
+        """The codecs that are the same in each layer; ArgumentError for one that there is not."""
+        if twice := [name for name in self.codecs if self.codecs.count(name) > 1]:
+            raise ArgumentError("--codecs", ",".join(self.codecs), f"names {twice[0]} twice")
+        names = tuple(name for name in self.codecs if name not in PRINCIPAL)
+        return chosen(names, self.own) if names or self.own or not self.codecs else []
+
+    @property
+    def principal(self) -> tuple[str, ...]:
+        """The codecs that are fitted on rows."""
+        return tuple(PRINCIPAL) if not self.codecs and not self.own else tuple(
+            name for name in self.codecs if name in PRINCIPAL)
 
 
 def run(job: KVJob, progress: ProgressReport = False) -> Report:
@@ -124,12 +144,16 @@ def study(job: KVJob, made: Made, bench: Bench, progress: ProgressReport = False
     if lost := [layer for layer in job.common.layers if layer not in heads]:
         raise ArgumentError("--layers", lost[0], f"has no keys and values; these have: {', '.join(map(str, heads))}")
     measured = {layer: heads[layer] for layer in job.common.layers or sorted(heads)}
-    coders, left_out = fitting(chosen(job.codecs, job.own), measured, bool(job.codecs))
+    coders, left_out = _coders(job, made, bench, measured)
     window = _window(job, made)
-    places = [Where(mode, part, layers, layer, window if mode == ROLLING else None)
+    noisy = "in-forward" if "in-forward" in job.modes else job.modes[-1]
+    places = [Where(mode, part, layers, layer, window if mode == ROLLING else None,
+                    mode == noisy and part == job.parts[0])
               for layers, layer in _layers(job, heads) for mode in job.modes for part in job.parts]
+    copied = [where for where in places if where.part == job.parts[0] and where.mode != ROLLING]
     count = len(list(batches(made.judged.tokens, made.batch)))
-    steps = len(places) * (count * (2 + len(coders)) + 1) + (count if own else 0)
+    steps = len(places) * (count * (2 + len(coders)) + 1) + count * (len(coders) + 1) * len(copied) + count * len(
+        coders) * sum(where.noisy for where in places) + (count if own else 0)
     sizes = measured_sizes(bench, next(batches(made.judged.tokens, made.batch)), coders, sorted(measured))
     settings = _settings(job, made, coders, bench.dtype) | ({"left_out": left_out} if left_out else {})
     if own:
@@ -148,9 +172,32 @@ def study(job: KVJob, made: Made, bench: Bench, progress: ProgressReport = False
         if own:
             report.places.append(kept.place((f"{SITE}/kv", -1), lambda: study_own(
                 bench, made.judged.tokens, own, heads, (made.batch, _context(made)), step)))
+        report.retrieval = kept.part("retrieval", lambda: study_retrieval(
+            bench, made.judged.tokens, copied, coders, (made.batch, _context(made)), step))
     for place in report.places:
         _check_shuffled(report, place)
     return report
+
+
+def _coders(job: KVJob, made: Made, bench: Bench, heads: Heads) -> tuple[list[Coded], str]:
+    """The codecs that the model's heads can have, and what is told of the rest; ArgumentError for one of the rest that
+    was named.
+    """
+    plain, left_out = fitting(job.plain(), heads, bool(job.codecs))
+    found, names, turns = list[Coded](plain), job.principal, rotaries_of(bench.engine) if job.principal else {}
+    lacking = next((f"layer {layer}: {turn}" for layer in heads if isinstance(turn := turns.get(layer), str)), "")
+    if not lacking and (odd := next((layer for layer, (_, head) in heads.items() if head % 4), None)) is not None:
+        lacking = f"layer {odd} has heads of {heads[odd][1]} numbers, no multiple of 4"
+    if names and lacking:
+        if job.codecs:
+            raise ArgumentError("--codecs", names[0], f"goes before the rotary embedding, and {lacking}: leave it out")
+        return found, f"{left_out}{'; ' if left_out else ''}{', '.join(names)}: before the rotary embedding, {lacking}"
+    if names:
+        rows = KeptRows(made.tokens, bench.number_of)
+        bench.rewritten(next(batches(made.fitted.tokens, made.batch)), rows)
+        found += by_layer(names, rows.exact, sorted(heads), {
+            layer: turn for layer, turn in turns.items() if isinstance(turn, Rotary)})
+    return found, left_out
 
 
 def _layers(job: KVJob, heads: Heads) -> list[tuple[tuple[int, ...], int]]:
@@ -159,7 +206,7 @@ def _layers(job: KVJob, heads: Heads) -> list[tuple[tuple[int, ...], int]]:
 
 def _check_shuffled(report: Report, place: PlaceStudy) -> None:
     """Rows of other positions must cost more than nothing, and than what is allowed: else no number means anything."""
-    mean = {(one.kind, one.name): float(np.mean(one.prompts["kl"])) for one in place.patched}
+    mean = {(one.kind, one.name): float(np.mean(one.prompts["kl"])) for one in place.patched if one.kind != "noise"}
     cost = mean.pop(("control", SHUFFLED))
     if cost <= max(report.free, report.bar, float(np.mean(place.harness))):
         raise Unpublished(f"shuffled rows at {place.name} cost {cost:.3g} nats, within the bar of {report.bar:.3g}: "
@@ -169,7 +216,7 @@ def _check_shuffled(report: Report, place: PlaceStudy) -> None:
         f"no more than {', '.join(as_bad)}" if as_bad else "worse than every codec")
 
 
-def _settings(job: KVJob, made: Made, coders: list[Coder], dtype: str) -> dict[str, Any]:
+def _settings(job: KVJob, made: Made, coders: list[Coded], dtype: str) -> dict[str, Any]:
     count = len(made.judged.tokens)
     return {"lab": "kv", "vllm_tap": version("vllm-tap"), "size": job.common.size, "bar": job.common.bar,
             "engine_args": list(job.common.engine_args),
@@ -179,7 +226,7 @@ def _settings(job: KVJob, made: Made, coders: list[Coder], dtype: str) -> dict[s
             "continued": SIZES[job.common.size][2], **few_prompts(count)}
 
 
-def _digests(coders: list[Coder], heads: Heads, dtype: str) -> dict[str, str]:
+def _digests(coders: list[Coded], heads: Heads, dtype: str) -> dict[str, str]:
     """By codec, what it makes of rows of the model's heads: a run of others is not gone on with."""
     return {coder.name: " ".join(coder.digest(*shape, getattr(torch, dtype)) for shape in sorted(set(heads.values())))
             for coder in coders}

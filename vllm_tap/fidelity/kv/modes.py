@@ -12,10 +12,10 @@ import torch
 
 from engine_side.seams.kept.keys_values import Rows
 from schemas.errors import ArgumentError, StartError
-from vllm_tap.fidelity.kv.codecs import Coder
+from vllm_tap.fidelity.kv.codecs import Coded, Stand
 
-__all__ = ["MODES", "PARTS", "ROLLING", "Coding", "Exact", "Kept", "Make", "Window", "Written", "coded_by", "one_wrong",
-           "shuffled", "window_of"]
+__all__ = ["MODES", "PARTS", "ROLLING", "Coding", "Exact", "Kept", "Make", "Window", "Written", "noise_like",
+            "one_wrong", "shuffled", "window_of"]
 
 MODES: Final = ("snapshot", "direct", "in-forward")  # that are measured where none is named
 ROLLING: Final = "rolling"
@@ -26,9 +26,8 @@ PARTS: Final = ("kv", "k", "v")
 # By layer and number of a prompt the keys and values [positions, heads, head] of a run without any change.
 Exact = dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 Written = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # keys, values, slots
-# Of the number of a prompt, rows of it [rows, heads, head], their positions int64 [rows] and "k" or "v": what takes
-# their place.
-Make = Callable[[int, torch.Tensor, torch.Tensor, str], torch.Tensor]
+# Of rows [rows, heads, head] and where they stand: what takes their place.
+Make = Callable[[torch.Tensor, Stand], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,8 @@ class Coding:
             if len(mine):
                 there, positions = mine.to(keys.device), rows.positions[mine]
                 given = self._exactly(layer, request, (rows.keys[there], rows.values[there]), positions)
-                keys[there], values[there] = (self._made(request, *given, positions) if layer in self.layers
-                                              else given)
+                keys[there], values[there] = (self._made((layer, request), *given, positions)
+                                              if layer in self.layers else given)
         return keys, values, rows.slots
 
     def _exactly(self, layer: int, request: str, rows: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
@@ -146,7 +145,7 @@ class Coding:
             elif kept := self._kept.pop((layer, request), None):
                 positions = torch.cat([at for at, _ in kept])
                 keys, values, slots = (torch.cat(parts) for parts in zip(*(one for _, one in kept), strict=True))
-                yield *self._made(request, keys, values, positions), slots
+                yield *self._made((layer, request), keys, values, positions), slots
 
     def _left(self, layer: int, rows: Rows, window: Window) -> Iterator[Written]:
         """What has left the window is written changed; what is within it, and comes now, is kept."""
@@ -170,20 +169,22 @@ class Coding:
                 changed = gone & (positions >= window.first)
                 if changed.any():
                     keys, values, slots = (each[changed.to(there.device)] for each in parts)
-                    yield *self._made(request, keys, values, positions[changed]), slots
+                    yield *self._made((layer, request), keys, values, positions[changed]), slots
                 keys, values, slots = (each[on] for each in parts)
                 stay = [(positions[~gone], (keys, values, slots)), come]
             self._kept[layer, request] = stay
 
-    def _made(self, request: str, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
+    def _made(self, whose: tuple[int, str], keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        return (self._one(request, keys, positions, "k") if "k" in self.part else keys,
-                self._one(request, values, positions, "v") if "v" in self.part else values)
+        layer, request = whose
+        stands = {what: Stand(self.number_of(request), layer, positions, what) for what in self.part}
+        return (self._one(keys, stands["k"]) if "k" in stands else keys,
+                self._one(values, stands["v"]) if "v" in stands else values)
 
-    def _one(self, request: str, rows: torch.Tensor, positions: torch.Tensor, what: str) -> torch.Tensor:
+    def _one(self, rows: torch.Tensor, stand: Stand) -> torch.Tensor:
         """The rows changed; as they are where that fails or makes what is no number, for an engine's step cannot."""
         try:
-            made = self.make(self.number_of(request), rows, positions, what)
+            made = self.make(rows, stand)
             if made.shape != rows.shape:
                 raise ValueError(f"it decodes to {list(made.shape)}, not to {list(rows.shape)}")
             if not made.isfinite().all():
@@ -191,7 +192,7 @@ class Coding:
         except Exception as error:  # whatever somebody else's codec raises; told behind the run
             self.wrong = self.wrong or error
             return rows
-        self.asked.update(positions.tolist())
+        self.asked.update(stand.positions.tolist())
         self.changed += int((made != rows).flatten(1).any(-1).sum())
         return made
 
@@ -220,17 +221,25 @@ class Kept:
                 for key, parts in self._rows.items()}
 
 
-def coded_by(coder: Coder) -> Make:
-    """Rows through a codec."""
-    return lambda number, rows, positions, what: coder.round_trip(rows, what)
+def noise_like(coder: Coded) -> Make:
+    """Rows with Gaussian noise of the codec's own error, head by head: as large, without its structure."""
+    def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
+        off = (coder.coded(rows, stand).float() - rows.float()).norm(dim=-1, keepdim=True)
+        seed = int(np.random.default_rng((stand.prompt, stand.layer, int(stand.positions[0]), ord(stand.what))
+                                         ).integers(1 << 62))
+        drawn = torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed)).to(rows.device)
+        return (rows.float() + drawn * off / drawn.norm(dim=-1, keepdim=True)).to(rows.dtype)
+
+    return make
 
 
 def shuffled(seed: int = 0) -> Make:
     """Each position's row is another's of its prompt. Values are moved otherwise than keys: attention does not see in
     which order pairs of them lie in the cache.
     """
-    def make(number: int, rows: torch.Tensor, positions: torch.Tensor, what: str) -> torch.Tensor:
-        order = np.random.default_rng((seed, number, int(positions[0]), ord(what))).permutation(len(rows))
+    def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
+        order = np.random.default_rng((seed, stand.prompt, int(stand.positions[0]), ord(stand.what))
+                                      ).permutation(len(rows))
         moved = torch.empty_like(rows)
         moved[torch.from_numpy(order)] = rows[torch.from_numpy(np.roll(order, 1))]
         return moved
@@ -240,9 +249,9 @@ def shuffled(seed: int = 0) -> Make:
 
 def one_wrong(prompt: int, at: int) -> Make:
     """One position's row of one prompt is that of the position before."""
-    def make(number: int, rows: torch.Tensor, positions: torch.Tensor, what: str) -> torch.Tensor:
-        where = (positions == at).nonzero()[:, 0]
-        if number != prompt or not len(where):
+    def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
+        where = (stand.positions == at).nonzero()[:, 0]
+        if stand.prompt != prompt or not len(where):
             return rows
         wrong = rows.clone()
         wrong[where] = rows[where - 1]

@@ -13,8 +13,8 @@ from engine_side.seams.kept.keys_values import Heads
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.distributions import I64
-from vllm_tap.fidelity.kv.codecs import IDENTITY, SHUFFLED, Coder, chosen
-from vllm_tap.fidelity.kv.modes import Coding, Exact, Kept, Make, Window, coded_by, one_wrong, shuffled
+from vllm_tap.fidelity.kv.codecs import IDENTITY, SHUFFLED, Coded, chosen
+from vllm_tap.fidelity.kv.modes import Coding, Exact, Kept, Make, Window, noise_like, one_wrong, shuffled
 from vllm_tap.fidelity.study import PlaceStudy, Reference, Variant, add, first_unlike, judge, name_of, unlike
 
 __all__ = ["Batch", "Sizes", "Where", "batches", "measured_sizes", "study_kv", "width_of"]
@@ -26,18 +26,26 @@ Sizes = dict[tuple[str, int, str], int]  # bytes of a token by codec, layer and 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a codec stands: a mode, a part and layers; ``layer``: the only one, or −1; ``window``: of rolling."""
+    """Where a codec stands: a mode, a part and layers; ``layer``: the only one, or −1; ``window``: of rolling;
+    ``noisy``: whether noise of each codec's power is measured beside it.
+    """
 
     mode: str
     part: str
     layers: tuple[int, ...]
     layer: int = -1
     window: Window | None = None
+    noisy: bool = False
 
     @property
     def site(self) -> str:
-        """The name of it in a report."""
+        """The name of it in a report, without a layer."""
         return f"{self.mode}/{self.part}"
+
+    @property
+    def name(self) -> str:
+        """The name of it in a report."""
+        return name_of(self.site, self.layer)
 
 
 def batches(tokens: I64, size: int) -> Iterator[I64]:
@@ -51,27 +59,27 @@ def batches(tokens: I64, size: int) -> Iterator[I64]:
         yield tokens[start:stop]
 
 
-def measured_sizes(bench: Bench, chunk: I64, coders: Sequence[Coder], layers: Sequence[int]) -> Sizes:
+def measured_sizes(bench: Bench, chunk: I64, coders: Sequence[Coded], layers: Sequence[int]) -> Sizes:
     """Bytes that the codecs make of the model's own keys and values, packed; ArgumentError for a codec that is not what
     it says.
     """
     kept = Kept(chunk.shape[1], bench.number_of)
     bench.rewritten(chunk, kept)
     found: Sizes = {}
-    by_shape: dict[tuple[str, int, int, str], int] = {}
+    by_shape: dict[tuple[int, int, int, str], int] = {}
     for (layer, number), rows in kept.exact.items():
         if number or layer not in layers:
             continue
         for what, each in zip("kv", rows, strict=True):
             for coder in coders:
-                key = (coder.name, *each.shape[1:], what)
+                key = (id(coder.at(layer)), *each.shape[1:], what)
                 if key not in by_shape:
-                    by_shape[key] = coder.check(each[:_SAMPLED], what)
+                    by_shape[key] = coder.at(layer).check(each[:_SAMPLED], what)
                 found[coder.name, layer, what] = by_shape[key]
     return found
 
 
-def study_kv(bench: Bench, tokens: I64, where: Where, coders: Sequence[Coder], known: tuple[Sizes, Heads],
+def study_kv(bench: Bench, tokens: I64, where: Where, coders: Sequence[Coded], known: tuple[Sizes, Heads],
              setting: tuple[int, int], tell: Callable[[], None]) -> PlaceStudy:
     """All codecs and controls of a place, with the prompts ``tokens`` [prompts, positions]; ``known``: what codecs make
     of a token, and the model's heads; ``setting``: prompts of a batch, and the context.
@@ -90,7 +98,8 @@ def study_kv(bench: Bench, tokens: I64, where: Where, coders: Sequence[Coder], k
         if not told:
             told = {"identity": "the same bits", "one wrong row": run.one_wrong()}
             tell()
-        made: list[tuple[str, str, Make]] = [("codec", coder.name, coded_by(coder)) for coder in coders]
+        made: list[tuple[str, str, Make]] = [("codec", coder.name, coder.coded) for coder in coders]
+        made += [("noise", coder.name, noise_like(coder)) for coder in coders if where.noisy]
         for kind, name, make in [*made, ("control", SHUFFLED, shuffled(len(harness)))]:
             variant = variants.setdefault((kind, name), Variant(kind, name))
             run.judge(variant, make, reference)
@@ -127,6 +136,7 @@ class Batch:
     def __init__(self, bench: Bench, chunk: I64, where: Where, context: int) -> None:
         self._bench, self._chunk, self._where, self._context = bench, chunk, where, context
         self._exact: Exact = {}
+        self._changed = 0  # rows, by what ran last
         if where.mode == "direct":
             kept = Kept(chunk.shape[1], bench.number_of)
             self.clean = bench.rewritten(chunk, kept)
@@ -135,7 +145,7 @@ class Batch:
                 raise self._preempted()
         else:
             self.clean = bench.unedited(chunk)
-        coding, self.identity = self._run(coded_by(chosen((IDENTITY,), {})[0]))
+        coding, self.identity = self._run(chosen((IDENTITY,), {})[0].coded)
         self._check_none_twice(coding)
         if wrong := unlike(self.clean, self.identity):
             raise Unpublished(f"identity at {self._name}: keys and values written back as they were change {wrong}")
@@ -145,20 +155,28 @@ class Batch:
 
     @property
     def _name(self) -> str:
-        return name_of(self._where.site, self._where.layer)
+        return self._where.name
+
+    def answers(self, name: str, make: Make) -> tuple[list[Answer] | None, str]:
+        """Run the batch with a codec or a control; None, and why, where it makes what is no number."""
+        coding, answers = self._run(make)
+        if coding.wrong is not None and not isinstance(coding.wrong, ArithmeticError):
+            raise ArgumentError("--codec", name, f"fails at {self._name}: {type(coding.wrong).__name__}: "
+                                                 f"{coding.wrong}")
+        if coding.wrong is not None:
+            return None, str(coding.wrong)
+        self._check_all_asked(coding)
+        self._changed = coding.changed
+        return answers, ""
 
     def judge(self, variant: Variant, make: Make, reference: Reference) -> None:
         """Run the batch with a codec or a control, and hold it against the identity's."""
-        coding, answers = self._run(make)
-        if coding.wrong is not None and not isinstance(coding.wrong, ArithmeticError):
-            raise ArgumentError("--codec", variant.name, f"fails at {self._name}: {type(coding.wrong).__name__}: "
-                                                         f"{coding.wrong}")
-        if coding.wrong is not None:
-            variant.wrong = variant.wrong or str(coding.wrong)
+        answers, wrong = self.answers(variant.name, make)
+        if answers is None:
+            variant.wrong = variant.wrong or wrong
             variant.compared += [None] * len(self._chunk)
             return
-        self._check_all_asked(coding)
-        variant.differs += coding.changed
+        variant.differs += self._changed
         variant.seen = variant.seen or bool(unlike(self.identity, answers))
         judge(variant, self.identity, answers, reference)
 

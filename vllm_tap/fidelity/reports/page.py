@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
+from vllm_tap.fidelity.kv.anchors import ANCHORS
 from vllm_tap.fidelity.kv.terms import terms_of
+from vllm_tap.fidelity.reports.parts import PartLine, attention_lines, drafter_lines, retrieval_lines
 from vllm_tap.fidelity.reports.report import Line, Report, lines_of
 
-__all__ = ["page_of", "ratios_of"]
+__all__ = ["ATTENTION", "DRAFTER", "RETRIEVAL", "page_of", "ratios_of"]
+
+Columns = tuple[tuple[str, str, str], ...]  # a value's name, its heading, and how it is written
+ATTENTION: Final[Columns] = (("overlap", "of the eight are the same", "%.4f"), ("all", "all eight are", "%.3f"),
+                             ("mass", "mass regained", "%.5f"), ("entropy", "entropy off by, nats", "%.2g"))
+DRAFTER: Final[Columns] = (("tokens", "tokens a step", "%.3f"), ("share", "of those with exact rows", "%.3f"))
+RETRIEVAL: Final[Columns] = (("copied", "copied rightly", "%.3f"), ("lost", "less than without", "%+.3f"))
 
 
 def page_of(report: Report) -> str:
@@ -25,8 +34,24 @@ def page_of(report: Report) -> str:
               for site in dict.fromkeys(one.site for one in codecs if one.layer >= 0)]
     template = Environment(autoescape=True).from_string(Path(__file__).with_name("page.html").read_text("utf-8"))
     text: str = template.render(report=report, lines=lines, plots=plots, number=_number, mean=_mean,
-                                ratios=ratios_of(report), terms=list(terms_of(report)))
+                                ratios=ratios_of(report), terms=list(terms_of(report)), parts=_parts(report),
+                                anchors=ANCHORS)
     return text
+
+
+def _parts(report: Report) -> list[tuple[str, str, dict[str, Any], list[PartLine], Columns]]:
+    """Of the whole model: a title, what it is, what stands in the report, its lines, and their columns."""
+    sizes = {(place.name, one.name): one.row_bytes for place in report.places for one in place.patched
+             if one.kind == "codec"}
+    known: list[tuple[str, str, dict[str, Any] | None, Callable[[dict[str, Any]], Iterator[PartLine]], Columns]] = [
+        ("Attention", "Eight keys of each query and head, chosen by coded queries and keys.", report.attention,
+         attention_lines, ATTENTION),
+        ("A drafter trained on stored rows", "Five linear heads, fitted on coded rows of the last norm and read on "
+         "exact ones; one token of a step is the model's own.", report.drafter, drafter_lines, DRAFTER),
+        ("Retrieval", "A run of tokens comes again: how many of them the model still tells.", report.retrieval,
+         lambda found: retrieval_lines(found, lambda place, name: sizes.get((place, name), 0)), RETRIEVAL)]
+    return [(title, what, part, [] if "why" in part else list(lines(part)), columns)
+            for title, what, part, lines, columns in known if part is not None]
 
 
 def ratios_of(report: Report) -> dict[str, float]:

@@ -8,16 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
+
 from schemas.errors import ArgumentError
+from vllm_tap.fidelity.bench import NORM
 from vllm_tap.fidelity.reports.report import Report, codecs_of, numbers_of
 from vllm_tap.fidelity.statistics import CONFIDENCE, interval
 from vllm_tap.fidelity.study import Patched, PlaceStudy
+from vllm_tap.fidelity.unpatched.attention import SITES
+from vllm_tap.fidelity.unpatched.drafting import share
 
-__all__ = ["USES", "Offer", "Recommendation", "recommend", "shown"]
+__all__ = ["USES", "WHOLE", "Offer", "Recommendation", "recommend", "shown"]
 
 _LOST_MAX: Final = 0.005
 _RECALL_MIN: Final = 0.98
 _LEAST: Final = 0.95
+_REGAINED: Final = 0.99
 _BROKEN: Final = math.inf  # times the bound, of what is no number
 
 Pair = tuple[str, int]  # a site and a layer
@@ -145,20 +151,46 @@ USES: Final[dict[str, tuple[str, Criterion]]] = {
 }
 
 
+def _attention(report: Report) -> list[_Judged]:
+    part = report.attention
+    if part is None or "why" in part:
+        return []
+    far = {name: _short(_REGAINED, interval(np.array(numbers["mass"])).low) for name, numbers in part["prompts"].items()
+           if name in part["sizes"]}
+    return [_Judged(report.model["name"], (site, part["layer"]), dict(far), {
+        name: part["sizes"][name][at] for name in far}) for at, site in enumerate(SITES)]
+
+
+def _drafter(report: Report) -> list[_Judged]:
+    part = report.drafter
+    if part is None or "why" in part:
+        return []
+    far = {name: _short(_REGAINED, share(part["exact"], numbers).low) for name, numbers in part["lengths"].items()
+           if name in part["sizes"]}
+    return [_Judged(report.model["name"], NORM, far, {name: part["sizes"][name] for name in far})]
+
+
+# Uses of what a report has of the whole model: the criterion in words, and what was judged where.
+WHOLE: Final[dict[str, tuple[str, Callable[[Report], list[_Judged]]]]] = {
+    "attention": (f"heads regain {_REGAINED:.0%} of the mass of the eight keys (lower bound)", _attention),
+    "drafter": (f"a drafter gives {_REGAINED:.0%} of the tokens of one of exact rows (lower bound)", _drafter),
+}
+
+
 def recommend(reports: Sequence[Report], use: str, budget: int | None = None, sites: Sequence[str] = (),
               layers: Sequence[int] = ()) -> Recommendation:
     """The cheapest codec that holds at every judged place of those asked for, in every report that has it; ``budget``:
     bytes of a token, of all places together. ArgumentError where a report cannot tell, or where a site or layer was
     asked for by name and was not judged.
     """
-    if use not in USES:
-        raise ArgumentError("--use", use, f"valid: {', '.join(USES)}")
+    if use not in USES and use not in WHOLE:
+        raise ArgumentError("--use", use, f"valid: {', '.join((*USES, *WHOLE))}")
     if budget is not None and budget < 1:
         raise ArgumentError("--bytes-per-token", budget, "at least 1")
     if any(report.settings.get("lab") == "kv" for report in reports):
         raise ArgumentError("REPORT", next(one.model["name"] for one in reports if one.settings.get("lab") == "kv"),
                             "is of codecs of keys and values, which no capture takes: what they cost stands in it")
-    found = [_judge(report, place, use) for report, place in _places(reports, sites, layers)]
+    found = _judged(reports, use, sites, layers)
     pairs = list(dict.fromkeys(one.pair for one in found))
     unjudged = [pair for pair in pairs if not all(one.far for one in found if one.pair == pair)]
     judged = [pair for pair in pairs if pair not in unjudged]
@@ -173,10 +205,23 @@ def recommend(reports: Sequence[Report], use: str, budget: int | None = None, si
     models = list(dict.fromkeys(report.model["name"] for report in reports))
     partly = [f"{_named(pair)} (of {', '.join(have)} alone)" for pair in judged
               if len(have := dict.fromkeys(one.model for one in found if one.pair == pair)) < len(models)]
-    return Recommendation(use, USES[use][0], chosen, nearest, _fewer(offers, budget) if chosen is None else "", offers,
+    criterion = WHOLE[use][0] if use in WHOLE else USES[use][0]
+    return Recommendation(use, criterion, chosen, nearest, _fewer(offers, budget) if chosen is None else "", offers,
                           [] if best is None else _specs(judged, best.codec), list(map(_named, judged)),
                           list(map(_named, unjudged)), partly,
                           sorted({name for one in found for name in one.size} - {one.codec for one in offers}))
+
+
+def _judged(reports: Sequence[Report], use: str, sites: Sequence[str], layers: Sequence[int]) -> list[_Judged]:
+    """What was judged by a use at the places asked for, and places that were not."""
+    if use in USES:
+        return [_judge(report, place, use) for report, place in _places(reports, sites, layers)]
+    found = [one for report in reports for one in WHOLE[use][1](report)
+             if (not sites or one.pair[0] in sites) and (not layers or one.pair[1] in layers)]
+    if not found:
+        raise ArgumentError("--use", use, "no report has it at what was asked for; a report of fidelity says why it "
+                                          "shows none")
+    return found
 
 
 def _fewer(offers: Sequence[Offer], budget: int | None) -> str:

@@ -27,7 +27,9 @@ _FIELDS: Final = ("version", "model", "settings", "text", "floors", "places")
 @dataclass(slots=True)
 class Report:
     """A model's. ``floors``: by name KL by prompt, in nats: ``engine`` (a batch against alone) and ``arithmetic``
-    (bfloat16 against float32 in another implementation); empty: not measured, and ``settings`` says why.
+    (bfloat16 against float32 in another implementation); empty: not measured, and ``settings`` says why. ``attention``,
+    ``drafter`` and ``retrieval``: an ``Attended``, a ``Drafted`` and a ``Retrieved`` as they stand in JSON, or ``why``
+    there is none; None: not of this kind of report.
     """
 
     model: dict[str, Any]
@@ -36,6 +38,9 @@ class Report:
     floors: dict[str, list[float]]
     places: list[PlaceStudy] = field(default_factory=list)
     version: int = VERSION
+    attention: dict[str, Any] | None = None
+    drafter: dict[str, Any] | None = None
+    retrieval: dict[str, Any] | None = None
 
     @property
     def free(self) -> float:
@@ -166,7 +171,9 @@ def load_report(path: Path, field_name: str = "REPORT") -> Report:
         raise ArgumentError(field_name, str(path), f"version = {found['version']!r}: this vllm-tap reads {VERSION}")
     try:
         places = [place_of(each) for each in found["places"]]
-        report = Report(found["model"], found["settings"], found["text"], found["floors"], places)
+        report = Report(found["model"], found["settings"], found["text"], found["floors"], places,
+                        attention=found.get("attention"), drafter=found.get("drafter"),
+                        retrieval=found.get("retrieval"))
         if not np.isfinite(report.bar):
             raise ValueError("a floor is no number: the model itself makes none")
         return report

@@ -10,9 +10,9 @@ import numpy as np
 
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench
-from vllm_tap.fidelity.features import ALIVE, Autoencoder, Probing, survival
-from vllm_tap.fidelity.rows import geometry, neurons, noise
 from vllm_tap.fidelity.texts import Prompts
+from vllm_tap.fidelity.unpatched.features import ALIVE, Autoencoder, Probing, survival
+from vllm_tap.fidelity.unpatched.rows import geometry, neurons, noise
 from vllm_tap.verify.laboratory import F32, Place
 
 __all__ = ["Science"]
