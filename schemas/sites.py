@@ -41,7 +41,7 @@ __all__ = [
 class Site:
     """One named point of the model.
 
-    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, latent,
+    ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, q_latent, latent,
     rotary, experts, chosen_experts, scores.
     ``per_layer`` is False for points that exist once a model. ``meaning`` is shown in manifests and help.
     """
@@ -73,6 +73,7 @@ _TABLE: Final = (
     Site("q_rot", "q_heads", True, "queries as the attention kernel gets them", ("blocks.{l}.attn.hook_rot_q",)),
     Site("k_rot", "kv_heads", True, "keys as the attention kernel gets them", ("blocks.{l}.attn.hook_rot_k",)),
     Site("z", "q_heads", True, "attention result before the output projection", ("blocks.{l}.attn.hook_z",)),
+    Site("q_latent", "q_latent", True, "compressed queries of latent attention, after their norm", ()),
     Site("kv_latent", "latent", True, "compressed keys and values of latent attention, after their norm", ()),
     Site("k_pe", "rotary", True, "the rotated part of the keys of latent attention, shared by all heads", ()),
     Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.gate.hook_out",)),

@@ -40,7 +40,8 @@ _LIMITS = ("attention_", "spec_", "edit", "vector", "tag_", "capture", "slice", 
 
 @router.get("/v1/capabilities", responses=answers(json_content({
     "armed": {"resid_post": {"layers": [0, 1], "width": 1024, "meaning": "residual stream leaving the block",
-                             "transformer_lens": "blocks.{l}.hook_resid_post", "source": "table"}},
+                             "transformer_lens": "blocks.{l}.hook_resid_post", "source": "table",
+                             "proved": {"identity": "resid_post = resid_pre + attn_out + mlp_out", "off": 3e-07}}},
     "store": {"bytes_s": 1200000000, "measured": "start"},
     "formats": list(FORMATS),
     "limits": {"slice_bytes_max": 1 << 30}})))
@@ -114,9 +115,14 @@ def _can(engine: EngineInfo | None, lost_ranks: list[int]) -> dict[str, Any]:
 
 
 def _armed(engine: EngineInfo, site: str) -> dict[str, Any]:
-    return {"layers": engine.armed.sites[site], "width": engine.widths.get(site),
+    told = {"layers": engine.armed.sites[site], "width": engine.widths.get(site),
             "meaning": engine.meaning.get(site, SITES[site].meaning),
             "transformer_lens": lens_name(site, engine.armed.names), "source": engine.sources.get(site)}
+    if engine.proved is msgspec.UNSET:  # an engine of an older version, which says nothing of it
+        return told
+    if (proved := engine.proved.get(site)) is not None:
+        return told | {"proved": msgspec.to_builtins(proved)}
+    return told | {"not_proved": engine.unproved or "the search does not find this site in this model"}
 
 
 @router.get("/healthz", openapi_extra={"security": []}, responses=answers(json_content({"status": "ok"})))

@@ -32,7 +32,8 @@ class Value:
 class Call:
     """One call of a module: ``given`` as it was before the call, ``made`` as it was right after.
 
-    ``claimed``: by site and layer, the rows that a tap would take of this call by a table, None where it cannot.
+    ``takes`` and ``hands``: the shapes of all tensors that it was given and has returned, rows or not. ``claimed``: by
+    site and layer, the rows that a tap would take of this call by a table, None where it cannot.
     """
 
     path: str
@@ -40,7 +41,9 @@ class Call:
     began: int
     ids: torch.Tensor | None  # whole numbers that it was given first
     given: list[Value]
+    takes: list[torch.Size] = field(default_factory=list)
     ended: int = 0
+    hands: list[torch.Size] = field(default_factory=list)
     made: list[Value] = field(default_factory=list)
     claimed: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
 
@@ -89,7 +92,8 @@ class Recording:
             tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
             first = next(iter(tensors.values()), None)
             ids = first.detach().clone() if first is not None and not first.is_floating_point() else None
-            call = Call(path, module, next(self._clock), ids, self._values("argument", tensors))
+            call = Call(path, module, next(self._clock), ids, self._values("argument", tensors),
+                        [value.shape for value in tensors.values()])
             self._in_block |= path in self.blocks
             given = taps.Call(places, args, kwargs)
             self._claim(call, claims, True, lambda rule: rule.rows(given))
@@ -116,7 +120,8 @@ class Recording:
 
     def _made(self, call: Call, result: Any, tensors: Mapping[str, torch.Tensor]) -> list[Value]:
         """What a call has returned, and what of its arguments it has written."""
-        results = enumerate(result if isinstance(result, tuple | list) else [result])
+        results = list(enumerate(result if isinstance(result, tuple | list) else [result]))
+        call.hands = [value.shape for _, value in results if isinstance(value, torch.Tensor)]
         before = {value.rule.partition(" ")[2]: value.rows for value in call.given}
         return self._values("result", {str(number): one for number, one in results}) + [
             value for value in self._values("written", tensors)

@@ -33,6 +33,7 @@ from engine_side.tap import taps
 from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
 from schemas.errors import StartError
 
+FAILED: Final = "the search for its sites failed: "  # in front of the reason
 ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
 
 
@@ -159,6 +160,9 @@ class Discovery:
             self.streams = [stream for stream in self.streams if stream.into in into and stream.out in out
                             and close(into[stream.into], out[stream.out], self.tolerance / 10)]
         if not self.streams:
+            if several := _several(block, self._last, len(self.ids), self.width):
+                raise _refused(f"several streams: {self._last.path} returns {several} rows of {self.width} numbers a "
+                               f"token, and {block.path} is given as many; no definition says which is the stream")
             raise _refused(f"{block.path} does not receive any tensor that {self._last.path} returns, nor a sum of two"
                            f"{_nearest(into, out, self.width)}")
         for stream in self.streams:
@@ -371,6 +375,13 @@ def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor 
     return given.get(stream.into, given.get("argument " + stream.into.partition(" ")[2].partition(" + ")[0]))
 
 
+def _several(given: Call, made: Call, tokens: int, width: int) -> int:
+    """How many rows of the stream's width a token has in what a block hands on to the next; 0 where it has one."""
+    takes, hands = ({shape.numel() // (tokens * width) for shape in shapes
+                     if tokens in shape and shape[-1] % width == 0} for shapes in (given.takes, made.hands))
+    return max((count for count in takes & hands if count > 1), default=0)
+
+
 def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor], width: int) -> str:
     """Remark behind a refusal: the two that come nearest."""
     off, into, out = min(((apart(a, b), into, out) for into, a in given.items() for out, b in made.items()),
@@ -386,5 +397,4 @@ def _why_not(terms: Sequence[Term]) -> str:
 
 
 def _refused(why: str) -> StartError:
-    return StartError("vllm-tap: this architecture is not in the table, and the search for its sites failed: "
-                      f"{why}")
+    return StartError(f"vllm-tap: this architecture is not in the table, and {FAILED}{why}")

@@ -17,6 +17,7 @@ from torch import nn
 
 from engine_side.discovery.calls import Call, Value
 from engine_side.discovery.identities import Place, below, close
+from engine_side.tap.architectures import CHOSEN_INSIDE
 
 STEPS_MAX: Final = 3  # between a projection and the kernel: a norm, a rotation, a scale
 ROPE_MAX: Final = 2.0  # what a rotation may multiply by (yarn)
@@ -29,6 +30,7 @@ _MEANING: Final = {
     "v": "columns of a projection that attention gets as values",
     "q_rot": "queries as the attention kernel gets them",
     "k_rot": "keys as the attention kernel gets them",
+    "q_latent": "compressed queries of all heads after their norm, as the projection that makes the queries gets them",
     "kv_latent": "compressed keys and values of all heads after their norm, as the attention kernel gets them",
     "k_pe": "the part of the keys that is rotated, shared by all heads, as the attention kernel gets it",
     "z": "attention result of all heads, before the output projection",
@@ -97,6 +99,8 @@ class Inside:
             if site != "v" and name in given:
                 self._put(site, kernel.path, f"argument {name}", given[name])
         if names is not _HEADS:
+            if names:
+                self._latent_queries(given["q"], kernel)
             self._lack(("q", "k", "v"), "keys and values are compressed: kv_latent and k_pe are there" if names else
                        f"{type(kernel.module).__name__} has none")
             return
@@ -106,6 +110,19 @@ class Inside:
                 self._lack((site,), "no columns of a projection become it")
             else:
                 self._put(site, source[0].path, source[1], source[2])
+
+    def _latent_queries(self, rotated: torch.Tensor, kernel: Call) -> None:
+        """``q``, and ``q_latent`` where what makes it is not given what the keys are made of too."""
+        if (source := self._source(rotated, kernel, STEPS_MAX)) is None or len(source[0].given) != 1:
+            return
+        call, rule, rows = source
+        self._put("q", call.path, rule, rows)
+        given = call.given[0].rows
+        if any(torch.equal(other.given[0].rows, given) for other, _ in self._projected(call)
+               if other.given and other.given[0].rows.shape == given.shape):
+            self._lack(("q_latent",), "queries are made of what keys are made of: nothing is compressed")
+        else:
+            self._put("q_latent", call.path, "operand", given)
 
     def _source(self, rows: torch.Tensor, kernel: Call, steps: int) -> tuple[Call, str, torch.Tensor] | None:
         """The projection of whose columns ``rows`` were made in up to ``steps`` calls, its rule and the columns."""
@@ -186,7 +203,7 @@ class Inside:
         else:
             self._lack(("router_logits",), f"{len(gates)} projections make {experts} numbers before the experts")
         if self.roles.chooses_inside(call.module):
-            self._lack(("experts",), "the kernel chooses inside itself")
+            self._lack(("experts",), CHOSEN_INSIDE)
         else:
             self._put("experts", f"{call.path}.router", "choice", None, width=chosen)
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:  # the command that prints proofs has no seconds for torch
 _INSIDE: Final = {
     "q": "columns of a projection that become q_rot", "k": "columns of a projection that become k_rot",
     "v": "columns of a projection that attention gets as values", "q_rot": "what attention gets as queries",
-    "k_rot": "what attention gets as keys", "kv_latent": "what attention gets as compressed keys and values",
+    "k_rot": "what attention gets as keys", "q_latent": "what the projection gets that makes q",
+    "kv_latent": "what attention gets as compressed keys and values",
     "k_pe": "what attention gets as rotated keys", "z": "what the projection gets that makes attn_out",
     "mlp_post": "what the projection gets that makes mlp_out",
     "router_logits": "a projection's result with a number for every expert", "experts": "vLLM's own router",
@@ -52,6 +53,15 @@ def of_stream(stream: Stream, blocks: Sequence[Explained], found: Mapping[str, M
             proofs.append(Proof("resid_pre", 0, "resid_pre = embed", 0.0) if bare else
                           Proof("resid_pre", 0, whole, block.off))
     return tuple(proof for proof in proofs if proof.layer in found.get(proof.site, {}))
+
+
+def worst(proofs: Sequence[Proof]) -> dict[str, Proof]:
+    """By site, the proof of the layer that is furthest off."""
+    found: dict[str, Proof] = {}
+    for proof in proofs:
+        if proof.site not in found or (proof.off or 0) > (found[proof.site].off or 0):
+            found[proof.site] = proof
+    return found
 
 
 def _of_block(layer: int, block: Explained, found: Mapping[str, Mapping[int, object]]) -> tuple[str, list[Proof]]:

@@ -105,6 +105,8 @@ def _shape(model: Any, config: EngineConfig, ranks: int = 1, stages: Sequence[St
 def widths_of(model: Any) -> dict[str, Any]:
     """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
     text, head = model.hf_text_config, model.get_head_size()
+    if getattr(text, "v_head_dim", None) not in (None, head):  # heads of values are others, or all are compressed
+        head = 0
     dense = not any("expert" in name and not name.startswith("_") for name in vars(text))
     known = {"hidden": model.get_hidden_size(), "q_heads": getattr(text, "num_attention_heads", 0) * head,
              "kv_heads": model.get_total_num_kv_heads() * head,

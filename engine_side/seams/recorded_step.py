@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -14,13 +15,14 @@ import torch
 from torch import nn
 
 from engine_side.discovery.calls import put_back
-from engine_side.discovery.discover import ROWS, Contradicted, Discovery, Shape
+from engine_side.discovery.discover import FAILED, ROWS, Contradicted, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
 from engine_side.front.media import EMBEDDED_OUTSIDE, EXPERTS_APART
 from engine_side.seams.media.models import check_media, embeds_outside, language_model, positions_of, takes_media
+from engine_side.seams.ranks.agreement import together
 from engine_side.seams.ranks.pipeline import arriving, stage_of
 from engine_side.tap import taps
 from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
@@ -31,33 +33,41 @@ logger = logging.getLogger("vllm.tap")
 
 def discover(model: nn.Module, vllm_config: Any) -> Family:
     """The sites of a model, found in one step of it; StartError says why they are not."""
-    family = _searched(model, vllm_config, (), False)
+    with together():  # the nudge is a step of all ranks again
+        family = _searched(model, vllm_config, (), False)
     _nudge(model, vllm_config, family)
     return family
 
 
-def prove(model: nn.Module, vllm_config: Any, family: Family) -> None:
+def prove(model: nn.Module, vllm_config: Any, family: Family) -> Family:
     """Hold a family of the table against what is found in one step; StartError where its rows are others.
 
-    What the search cannot tell (weights that are all but nothing, say) it does not hold against the table.
+    Returns the family with the proofs of its places. What the search cannot tell (weights that are all but nothing,
+    say) it does not hold against the table, which then says why it is ``unproved``.
     """
     if (stage := stage_of(vllm_config)).count > 1:
-        logger.info("vllm-tap: sites of %s come from its table and are not proved by structure, because a stage has "
-                    "only some of its blocks", type(model).__name__)
         _nudge(model, vllm_config, family)
-        return
+        return unproved(model, family, "a stage of a pipeline has but some of its blocks")
     claims = list(every_point(model, family, vllm_config.model_config.get_hidden_size(), stage))
     try:
-        found = _searched(model, vllm_config, claims, family.sums)
+        with together():
+            found = _searched(model, vllm_config, claims, family.sums)
     except Contradicted:
         raise
     except Exception as error:  # whatever a step outside of a running engine can meet
-        logger.info("vllm-tap: sites of %s come from its table and are not proved by structure: %s",
-                    type(model).__name__, error)
-    else:
-        _nudge(model, vllm_config, family)
-        held = sorted({point.site for point in claims} & found.found.keys())
-        logger.info("vllm-tap: sites of %s proved by structure: %s", type(model).__name__, ", ".join(held))
+        why = str(error).rpartition(FAILED)[2]
+        return unproved(model, family, why if isinstance(error, StartError) else f"{type(error).__name__}: {why}")
+    _nudge(model, vllm_config, family)
+    held = {point.site for point in claims} & found.found.keys()
+    logger.info("vllm-tap: sites of %s proved by structure: %s", type(model).__name__, ", ".join(sorted(held)))
+    return replace(family, proofs=tuple(proof for proof in found.proofs if proof.site in held))
+
+
+def unproved(model: nn.Module, family: Family, why: str) -> Family:
+    """The family of a model that goes on with its table, and says why nothing was proved of it."""
+    logger.info("vllm-tap: sites of %s come from its table and are not proved by structure: %s",
+                type(model).__name__, why)
+    return replace(family, unproved=why)
 
 
 def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool) -> Family:
@@ -194,7 +204,7 @@ def search(model: nn.Module, vllm_config: Any) -> Outcome:
         if known is not None:
             prove(model, vllm_config, known)
     except StartError as error:
-        return msgspec.structs.replace(outcome, failed=str(error).rpartition("not found by structure: ")[2])
+        return msgspec.structs.replace(outcome, failed=str(error).rpartition(FAILED)[2])
     sites = proved_sites(model, family, names, list(family.found), n_layers, model_config.get_hidden_size())
     refused = dict(family.refused)
     if known is not None:  # what the search does not look for is where the table says

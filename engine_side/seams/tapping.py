@@ -14,6 +14,7 @@ from torch import nn
 
 from engine_side import worker
 from engine_side.config import TAP_VERSION, EngineConfig, untested
+from engine_side.discovery.proofs import worst
 from engine_side.edits.editor import Editor
 from engine_side.edits.places import call_of, edit_arguments, edit_results, keep
 from engine_side.edits.tables import Size, room, tables
@@ -26,7 +27,7 @@ from engine_side.seams.ranks import tensor
 from engine_side.seams.ranks.agreement import all_together, of_stages
 from engine_side.seams.ranks.data import check_exchange
 from engine_side.seams.ranks.pipeline import stage_of, stages_of
-from engine_side.seams.recorded_step import discover, prove
+from engine_side.seams.recorded_step import discover, prove, unproved
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
     SHARED_OUT,
@@ -49,7 +50,7 @@ from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
 from schemas.sites import PROBE, SITES, edited_place, has_heads, layers_by_site
 from schemas.spec import Armed
-from schemas.wire.messages import Editable, EngineInfo
+from schemas.wire.messages import Editable, EngineInfo, Proved
 
 logger = logging.getLogger("vllm.tap")
 
@@ -207,13 +208,11 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
 
     StartError where its sites are not found, or are not what its table says.
     """
-    if plan.family is not None:
-        if vllm_config.parallel_config.data_parallel_size == 1:  # else other engines have to take the step too
-            with all_together():
-                prove(model, vllm_config, plan.family)
-        return plan
+    if plan.family is not None and vllm_config.parallel_config.data_parallel_size > 1:
+        return replace(plan, family=unproved(model, plan.family, "other engines of a data-parallel group would have to "
+                                             "take the search's step too"))
     with all_together():
-        family = discover(model, vllm_config)
+        family = discover(model, vllm_config) if plan.family is None else prove(model, vllm_config, plan.family)
     return replace(plan, family=family)
 
 
@@ -384,6 +383,9 @@ def _info(model: nn.Module, vllm_config: Any, armed: Armed, plan: ArmingPlan, su
         meaning={**{site: f"raw weights; {each.meaning}" for site, each in has.items()},
                  **{site: loaded.about.meaning for site, loaded in probes.items()}},
         sources={site: each.source for site, each in has.items()},
+        proved={site: Proved(proof.identity, proof.off) for site, proof in worst(_family(plan).proofs).items()
+                if site in has},
+        unproved=_family(plan).unproved,
         group=tensor.group_of(vllm_config),
         instance=tensor.instance_of(vllm_config) or UNSET,
         name=plan.config.name or UNSET,

@@ -25,14 +25,12 @@ if TYPE_CHECKING:  # commands look up what an architecture has, and have no seco
 class ModulePath:
     """``path`` below the block ("" is the block itself); ``rule`` is a name in engine_side.tap.taps.RULES.
 
-    ``hidden`` is the place to take where this vLLM's kernel does the work of this one inside itself. ``width``:
-    numbers a row, 0 where the module says.
+    ``width``: numbers a row, 0 where the module says.
     """
 
     path: str
     rule: str
     meaning: str
-    hidden: ModulePath | None = None
     width: int = 0
 
 
@@ -44,7 +42,8 @@ class Family:
     model scales its embeddings or adds positions to them. ``names``: the sites of TransformerLens's names that are not
     the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model lacks sites. ``sums``: whether the stream
     after a block is what entered it, ``attn_out`` and ``mlp_out`` added. ``found``: by site and layer, the places of a
-    model that is not in the table, below the model; ``proofs`` are what shows them to be right.
+    model that is not in the table, below the model. ``proofs`` are what shows places to be right, and ``unproved`` why
+    nothing does.
     """
 
     layers: str
@@ -58,11 +57,14 @@ class Family:
     sums: bool = True
     found: Mapping[str, Mapping[int, ModulePath]] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
+    unproved: str = ""
 
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
 BY_TRANSFORMERS: Final = frozenset({"GPTNeoXForCausalLM"})
 BY_STRUCTURE: Final = tuple(SITES)  # what is looked for where an architecture is not in the table
+CHOSEN_INSIDE: Final = ("a kernel of this vLLM's chooses inside itself and does not say what; the largest "
+                        "router_logits are its choice on some models only")
 # Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
 SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
 
@@ -134,16 +136,13 @@ _GEMMA: Final = Family("model.layers", {
 
 
 def _mixture(mlp: str) -> Family:
-    """Sparse blocks: no one activation before a down projection, but a router that softmaxes and takes the largest."""
+    """Sparse blocks: no one activation before a down projection, but a router."""
     return Family("model.layers", {
         **_LLAMA_BLOCK,
         "mlp_out": ModulePath(mlp, "result", "sum of the chosen experts' outputs as added to the residual stream"),
         "router_logits": ModulePath(f"{mlp}.gate", "result", "router logits, before softmax and choice"),
-        "experts": ModulePath(
-            f"{mlp}.experts.router", "choice", "ids of the experts that vLLM's router chose, heaviest first",
-            hidden=ModulePath(f"{mlp}.gate", "largest",
-                         "ids of the largest router logits, largest first; the kernel chooses inside itself and may "
-                         "break ties differently")),
+        "experts": ModulePath(f"{mlp}.experts.router", "choice",
+                              "ids of the experts that vLLM's router chose, heaviest first"),
     }, _LLAMA_MODEL)
 
 
@@ -215,11 +214,11 @@ def find_points(model: nn.Module, family: Family, names: Sequence[str], sites: t
         places = family.block if SITES[site].per_layer else family.model
         roots = list(enumerate(blocks)) if SITES[site].per_layer else [(0, model)]
         points = [] if (place := places.get(site)) is None else [
-            _point(site, layer, root, module, place, hidden)
-            for layer, root in roots if stage.has(site, layer) and (module := _part(root, place.path)) is not None
+            _point(site, layer, module, place, hidden)
+            for layer, root in roots if stage.has(site, layer) and (module := _module(root, place)) is not None
         ]
         if not points:
-            why = f" ({family.refused[site]})" if site in family.refused else ""
+            why = f" ({reason})" if (reason := family.refused.get(site) or _hidden(place, roots)) else ""
             raise StartError(f"vllm-tap: cannot arm {site} on {', '.join(names)}{why}; this model offers: "
                              f"{', '.join(_offered(family, model, blocks))}")
         yield from points
@@ -235,11 +234,11 @@ def every_point(model: nn.Module, family: Family, hidden: int, stage: Stage | No
                 yield _found_point(model, site, layer, at, hidden)
     for layer, block in enumerate(blocks):
         for site, place in family.block.items():
-            if stage.has(site, layer) and (module := _part(block, place.path)) is not None:
-                yield _point(site, layer, block, module, place, hidden)
+            if stage.has(site, layer) and (module := _module(block, place)) is not None:
+                yield _point(site, layer, module, place, hidden)
     for site, place in family.model.items():
         if stage.has(site) and (module := _part(model, place.path)) is not None:
-            yield _point(site, 0, model, module, place, hidden)
+            yield _point(site, 0, module, place, hidden)
 
 
 def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
@@ -314,7 +313,7 @@ def lens_names(names: Sequence[str]) -> Mapping[str, str]:
 
 
 def _offered(family: Family, model: nn.Module, blocks: nn.ModuleList) -> list[str]:
-    return [site for site, place in family.block.items() if any(_part(b, place.path) is not None for b in blocks)] + [
+    return [site for site, place in family.block.items() if any(_module(b, place) is not None for b in blocks)] + [
         site for site, place in family.model.items() if _part(model, place.path) is not None] + list(family.found)
 
 
@@ -324,13 +323,14 @@ def _found_point(model: nn.Module, site: str, layer: int, at: ModulePath, hidden
                     _ids(module, at.rule), source="structure")
 
 
-def _point(site: str, layer: int, root: nn.Module, module: Any, place: ModulePath, hidden: int) -> TapPoint:
-    width, ids = _width(module, place.rule, hidden), _ids(module, place.rule)
-    if place.hidden is not None and _chooses_inside(root, place.path):
-        place = place.hidden
-        module = _part(root, place.path)
-        assert module is not None
-    return TapPoint(site, layer, module, place.rule, width, place.meaning, ids)
+def _point(site: str, layer: int, module: Any, place: ModulePath, hidden: int) -> TapPoint:
+    return TapPoint(site, layer, module, place.rule, _width(module, place.rule, hidden), place.meaning,
+                    _ids(module, place.rule))
+
+
+def _module(root: nn.Module, place: ModulePath) -> Any:
+    """The module of a place; None where this model has nothing there, or it is a router that is never called."""
+    return None if place.rule == "choice" and _chooses_inside(root, place.path) else _part(root, place.path)
 
 
 def _ids(module: Any, rule: str) -> int:
@@ -338,10 +338,16 @@ def _ids(module: Any, rule: str) -> int:
     return int(module.global_num_experts) if rule == "choice" else 0
 
 
+def _hidden(place: ModulePath | None, roots: Iterable[tuple[int, nn.Module]]) -> str:
+    """Why a place that a family has is not in these parts of a model; "" where they have nothing like it."""
+    return CHOSEN_INSIDE if place is not None and any(
+        _part(root, place.path) is not None and _module(root, place) is None for _, root in roots) else ""
+
+
 def _chooses_inside(root: nn.Module, router: str) -> bool:
     """Whether the expert kernel gets router logits and chooses by itself, so that the router is never called."""
     experts = _part(root, router.rpartition(".")[0])
-    return bool(experts.routed_experts.quant_method.is_monolithic)
+    return experts is not None and bool(experts.routed_experts.quant_method.is_monolithic)
 
 
 def _part(module: nn.Module, path: str) -> Any:

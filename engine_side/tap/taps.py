@@ -115,11 +115,6 @@ def _choice(_router: Any, result: Any) -> torch.Tensor:
     return ids.gather(-1, weights.argsort(dim=-1, descending=True, stable=True))
 
 
-def _largest(gate: Any, result: Any) -> torch.Tensor:
-    """Ids of the largest logits, as many as experts are chosen."""
-    return _result(gate, result).topk(gate.vllm_tap_experts.shape[-1], dim=-1).indices
-
-
 RULES: Final[dict[str, Rule]] = {
     "stream_in": Rule(True, _stream_in),
     "argument": Rule(True, Call.first),
@@ -135,7 +130,6 @@ RULES: Final[dict[str, Rule]] = {
     "v": Rule(False, _projected(2)),
     "qkv": Rule(False, _joint),
     "choice": Rule(False, _choice, "_compute_routing"),
-    "largest": Rule(False, _largest),
 }
 
 

@@ -57,7 +57,8 @@ def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
     return Manifest(
         id=capture.id, aliases=aliases_of(db, capture), status=capture.status,
         asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
-        created_ms=capture.created_ms, engine={key: value for key, value in engine.items() if key != "layout"},
+        created_ms=capture.created_ms, engine={key: value for key, value in engine.items()
+                                               if key not in ("layout", "proved")},
         adapter=capture.adapter,
         edits=json.loads(capture.edits) if capture.edits else [],
         prompt_len=capture.prompt_len, total_len=capture.total_len,

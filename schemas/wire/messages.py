@@ -59,6 +59,16 @@ class Attends(msgspec.Struct, frozen=True):
     cache: str = ""
 
 
+class Proved(msgspec.Struct, frozen=True):
+    """What showed as the engine started that rows of a site are right: the ``identity`` that they fulfil, and how far
+    they are ``off`` it in the layer that is furthest: a sum of the stream's numbers, equal rows of their length. None
+    where no number is compared.
+    """
+
+    identity: str
+    off: float | None = None
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """Description of an engine by itself: enough to name every number it sends."""
 
@@ -86,6 +96,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     name: str | msgspec.UnsetType = msgspec.UNSET  # by which a gateway in front of several engines knows it
     ring: Ring | msgspec.UnsetType = msgspec.UNSET  # of this rank
     instance: str | msgspec.UnsetType = msgspec.UNSET  # the group; an engine of one rank, which is in none, has one too
+    proved: dict[str, Proved] | msgspec.UnsetType = msgspec.UNSET  # by armed site that the start's search found
+    unproved: str = ""  # why it found none, where the sites are a table's
 
     @property
     def called(self) -> str:

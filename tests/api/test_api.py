@@ -12,11 +12,15 @@ from datetime import UTC, datetime
 import httpx
 import openai
 import pytest
+from msgspec import structs
 
+from api.routes.about import _can
 from schemas import limits
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
+from schemas.wire.messages import Proved
 from tests.support.api_stack import Stack, running
+from tests.support.engines.engine_player import engine_info
 from vllm_tap import Client
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
@@ -569,6 +573,18 @@ def test_capabilities(stack: Stack) -> None:
     assert body["codecs"]["int8b64"]["default"] and "0.51" in body["codecs"]["int8b64"]["error"]
     assert "arrow" in body["formats"] and body["limits"]["slice_bytes_max"] == 1 << 30
     assert body["engine"]["model"] == "played" and body["versions"]["store"] == 2
+
+
+def test_capabilities_say_what_the_start_proved_and_of_what_it_did_not() -> None:
+    sources = {"resid_post": "table", "attn_out": "table"}
+    engine = structs.replace(engine_info("float32"), sources=sources, unproved="weights of nearly nothing",
+                             proved={"resid_post": Proved("resid_post = resid_pre + attn_out + mlp_out", 2e-7)})
+    armed = _can(engine, [])["armed"]
+    assert armed["resid_post"]["proved"] == {"identity": "resid_post = resid_pre + attn_out + mlp_out", "off": 2e-7}
+    assert "not_proved" not in armed["resid_post"] and "proved" not in armed["attn_out"]
+    assert (armed["attn_out"]["source"], armed["attn_out"]["not_proved"]) == ("table", "weights of nearly nothing")
+    found = _can(structs.replace(engine, unproved=""), [])["armed"]["attn_out"]  # others were
+    assert found["not_proved"] == "the search does not find this site in this model"
 
 
 def test_health_and_metrics(stack: Stack) -> None:

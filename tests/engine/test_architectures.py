@@ -212,8 +212,8 @@ def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
         assert list(rows.positions) == list(range(manifest.cached, entry.expected))
         assert np.array_equal(rows.token_ids, np.asarray(one.tokens, np.uint32)[rows.positions])
         if entry.site == "experts":
-            logits = engine.reader.slice(one.id, "router_logits", [entry.layer], 0, len(one.tokens))
-            assert_largest(rows.values()[0], logits.values()[0])
+            logits = engine.reader.slice(one.id, "router_logits", [entry.layer], 0, len(one.tokens)).values()[0]
+            assert_chosen(rows.values()[0], logits, family in UNLISTED and UNLISTED[family].grouped)
         assert np.isfinite(rows.values()[0]).all(), (entry.site, entry.layer)
         if ON_GPU and after_a_choice(family, entry.site, entry.layer):
             continue
@@ -227,12 +227,14 @@ def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
 
 def after_a_choice(family: str, site: str, layer: int) -> bool:
     """Whether a row follows a router's choice: in bfloat16 a close call goes the other way, and all that follows."""
-    routed = "router_logits" in SITES[family] or (family in UNLISTED and UNLISTED[family].routed)
-    return routed and (layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
+    return "router_logits" in SITES[family] and (
+        layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
 
 
-def assert_largest(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32]) -> None:
-    """Chosen experts are different ones, by falling logit, and none left out has a larger one."""
+def assert_chosen(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32], grouped: bool) -> None:
+    """Chosen experts are different ones, by falling logit; none left out has a larger one, unless ``grouped``: then
+    some have, and the largest would have been a wrong answer.
+    """
     chosen = ids.astype(np.int64)
     assert np.array_equal(chosen, ids) and (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()
     weights = np.take_along_axis(logits, chosen, axis=-1)
@@ -240,4 +242,5 @@ def assert_largest(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32]
     assert (rising <= 0).all(), f"{(rising > 0).sum()} of {len(rising)} rows, by at most {rising.max()}"
     others = logits.copy()
     np.put_along_axis(others, chosen, -np.inf, axis=-1)
-    assert (others.max(axis=-1) <= weights.min(axis=-1)).all()
+    larger = others.max(axis=-1) > weights.min(axis=-1)
+    assert larger.any() if grouped and len(larger) > 20 else grouped or not larger.any()

@@ -1,7 +1,8 @@
 """Rows of found sites in a running engine, held against what Hugging Face's modules make of the same tokens.
 
 No name of a module is taken on trust here either: a row of ``attn_out`` must be what some module of Hugging Face's
-block returned (times a number of the configuration), or the difference of two of its tensors; which one is said.
+block returned (times a number of the configuration) in which a row hangs on rows before it, or which norms such a one;
+a row of ``mlp_out`` what some other module returned. Which one is said.
 """
 
 from __future__ import annotations
@@ -83,6 +84,8 @@ class Reference:
         said = self.model.config.get_text_config().to_dict().values()
         self.factors = [1.0, *dict.fromkeys(one for one in said if isinstance(one, float) and 0 < one != 1)]
         self.inside: list[dict[str, torch.Tensor]] = []
+        self.mixing: list[set[str]] = []  # by layer, the modules in which a row hangs on rows before it
+        self._again = False
         self.pre: list[torch.Tensor] = []
         blocks = next(module for module in (self.model.get_decoder() if images else self.model).modules()
                       if isinstance(module, nn.ModuleList) and len(module) == n_layers)
@@ -93,25 +96,60 @@ class Reference:
             made = self.model(ids, output_hidden_states=False, use_cache=False)
             del made
             base = getattr(self.model, "model", self.model.base_model)
-            self.inside.clear()
-            self.pre.clear()
+            for kept in (self.inside, self.mixing, self.pre):
+                kept.clear()
             self.final = base(ids, use_cache=False).last_hidden_state[0].float()
             self.embed = self.model.get_input_embeddings().weight[ids[0]].float()
 
     def _listen(self, block: nn.Module) -> None:
         def began(_module: nn.Module, args: Any, kwargs: Any) -> None:
             self.inside.append({})
+            self.mixing.append(set())
             self.pre.append(_first(args, kwargs)[0].float().clone())
 
         block.register_forward_pre_hook(began, with_kwargs=True)
         for path, module in block.named_modules():
-            def heard(_module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
+            def heard(module: nn.Module, args: Any, kwargs: Any, result: Any, path: str = path) -> None:
+                if self._again:
+                    return
+                if path and self._mixes(module, args, kwargs, result):
+                    self.mixing[-1].add(path)
                 for name, value in (("given to ", _first(args, kwargs)), ("", result)):
                     value = value[0] if isinstance(value, tuple) else value
                     if isinstance(value, torch.Tensor) and value.numel() == self.shape[0] * self.shape[1] and \
                             value.shape[-1] == self.shape[1]:
                         self.inside[-1][name + (path or "the block")] = value.reshape(self.shape).float().clone()
             module.register_forward_hook(heard, with_kwargs=True)
+
+    def _mixes(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> bool:
+        """Whether the last row of what a module returns is another where the rows before it are."""
+        given, made = _first(args, kwargs), result[0] if isinstance(result, tuple) else result
+        if not (isinstance(made, torch.Tensor) and isinstance(given, torch.Tensor) and given.is_floating_point()
+                and made.numel() == self.shape[0] * self.shape[1] and given.numel() % self.shape[0] == 0):
+            return False
+        moved = given.reshape(self.shape[0], -1).clone()
+        moved[:-1] += torch.randn(moved[:-1].shape, generator=torch.Generator().manual_seed(3))
+        self._again = True
+        try:
+            args, kwargs = _with_first(args, kwargs, moved.reshape(given.shape))
+            again = module(*args, **kwargs)
+        finally:
+            self._again = False
+        again = again[0] if isinstance(again, tuple) else again
+        return not torch.allclose(again.reshape(self.shape)[-1], made.reshape(self.shape)[-1], rtol=1e-4, atol=1e-6)
+
+    def _attends(self, layer: int, path: str) -> bool:
+        """Whether what a module returns comes of attention, or of what a layer has in its stead: it is in a module that
+        mixes rows, or is given what one returned and no more.
+        """
+        inside, mixing = self.inside[layer], self.mixing[layer]
+
+        def within(one: str) -> bool:
+            return any(one == other or one.startswith(f"{other}.") for other in mixing)
+
+        given = inside.get(f"given to {path}")
+        return within(path) or (given is not None and any(
+            torch.equal(rows, given) for name, rows in inside.items() if within(name)))
 
     def holds(self, rows: Mapping[Key, torch.Tensor]) -> dict[str, Held]:
         """By site, how far rows are from the nearest that Hugging Face makes in that layer's block."""
@@ -121,8 +159,8 @@ class Reference:
                 continue
             theirs = self._candidates(site, layer)
             errors = {name: self._error(ours, one) for name, one in theirs.items()}
-            error = min(errors.values())
-            name = next(name for name, one in errors.items() if one <= 2 * error)  # the outermost
+            error = min(errors.values(), default=float("inf"))
+            name = next((name for name, one in errors.items() if one <= 2 * error), "")  # the outermost
             before = found.get(site, Held(0.0, name))
             found[site] = Held(max(before.error, error), before.module)
         return found
@@ -135,22 +173,24 @@ class Reference:
     def _candidates(self, site: str, layer: int) -> dict[str, torch.Tensor]:
         if site in ("embed", "final_norm"):
             return {"": self.embed if site == "embed" else self.final}
-        inside, pre = self.inside[layer], self.pre[layer]
+        inside = self.inside[layer]
         if site == "resid_pre":
-            return {"": pre}
+            return {"": self.pre[layer]}
         if site == "resid_post":
             return {"": self.pre[layer + 1] if layer + 1 < len(self.pre) else inside["the block"]}
         if site == "resid_mid":
             return inside
-        post = inside["the block"]
         made = {name: rows for name, rows in inside.items() if not name.startswith("given to ") and
-                name != "the block"}
-        if site.endswith("_raw"):
-            return made
-        return {f"{name} × {factor:g}" if factor != 1 else name: factor * rows
-                for name, rows in made.items() for factor in self.factors} | {
-            f"{name} - resid_pre": rows - pre for name, rows in inside.items()} | {
-            f"resid_post - {name}": post - rows for name, rows in inside.items()}
+                name != "the block" and self._attends(layer, name) is site.startswith("attn")}
+        return {f"{name} × {factor:g}" if factor != 1 else name: factor * rows for name, rows in made.items()
+                for factor in (self.factors if site.endswith("_out") else (1.0,))}
+
+
+def _with_first(args: Any, kwargs: Mapping[str, Any], first: torch.Tensor) -> tuple[Any, dict[str, Any]]:
+    if args:
+        return (first, *args[1:]), dict(kwargs)
+    name = next(name for name, value in kwargs.items() if isinstance(value, torch.Tensor))
+    return args, {**kwargs, name: first}
 
 
 def _first(args: Any, kwargs: Mapping[str, Any]) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from engine_side.discovery.discover import FAILED
 from engine_side.tap.architectures import Family
 from schemas.errors import StartError
 from tests.survey.configs import DIFFERS, Differs
@@ -77,7 +78,7 @@ def _looked_into(row: dict[str, Any], found: list[tuple[nn.Module, Family, int]]
         try:
             family = discover(model, vllm_config)
         except StartError as error:
-            row.update(result="refused", why=str(error).partition("not found by structure: ")[2] or str(error))
+            row.update(result="refused", why=str(error).partition(FAILED)[2] or str(error))
             raise Seen from None
         except Exception as error:
             row.update(search=_said(error), trace=traceback.format_exc()[-4000:])

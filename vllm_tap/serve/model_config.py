@@ -179,6 +179,8 @@ def config_of(whole: Mapping[str, Any]) -> ModelConfig:
     head, kv_heads = _number(text, "head_dim"), _number(text, "num_key_value_heads")
     if _EVEN & set(names) and heads and (not head or _ALWAYS & set(names)):
         head = hidden // heads
+    if _number(text, "v_head_dim") not in (0, head) or _number(text, "kv_lora_rank"):
+        head = 0  # heads of values are others, or all are compressed
     if _ALWAYS & set(names) or (_KEYS_LIKE_QUERIES & set(names) and "num_key_value_heads" not in text):
         kv_heads = heads
     return ModelConfig(names, n_layers, hidden, head, heads, kv_heads, text, whole.get("is_encoder_decoder") is True)

@@ -109,9 +109,7 @@ def describe(model: str, config: ModelConfig) -> SiteList:
         return SiteList(model, names, False, config.n_layers or None, tuple(entries), absent)
     family = family_of(names, config.said)
     places = {**family.block, **family.model}
-    meanings = {site: place.meaning if place.hidden is None else f"{place.meaning}; or {place.hidden.meaning}"
-                for site, place in places.items()}
-    entries = [_entry(config, site, meaning, family.names, "table") for site, meaning in meanings.items()
+    entries = [_entry(config, site, place.meaning, family.names, "table") for site, place in places.items()
                if config.layers_of(site) != []]
     absent = {site: family.refused.get(site, "no layer of this model has it" if site in places else
                                        "this architecture has no such site")

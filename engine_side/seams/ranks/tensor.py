@@ -60,8 +60,8 @@ def instance_of(vllm_config: Any) -> str:
 
 
 def whole_width(point: TapPoint, model_config: Any) -> int:
-    """Numbers in a whole row of a point, of which the rank may have a share."""
-    if point.site not in SHARED_OUT:
+    """Numbers in a whole row of a point, of which the rank may have a share: never of what was found by structure."""
+    if point.site not in SHARED_OUT or point.source == "structure":
         return point.width
     module = of_model(point.module)
     heads = {"q": "total_num_heads", "k": "total_num_kv_heads", "v": "total_num_kv_heads"}.get(point.rule, "")

@@ -16,6 +16,7 @@ def test_a_model_of_several_streams_is_refused(reader: StoreReader) -> None:
 
     with pytest.MonkeyPatch.context() as patch, in_this_process(not ON_GPU):
         patch.setenv("VLLM_TAP_ARM", "resid_post")
-        with refused_start(r"sites are not found by structure: nothing that model\.layers\.0 returns", Exception):
+        with refused_start(r"the search for its sites failed: several streams: model\.layers\.0 returns 4 rows "
+                           r"of 128 numbers a token", Exception):
             LLM(str(family_model("gemma3n_text", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256,
                 max_num_seqs=8, seed=0)

@@ -5,6 +5,7 @@ Each case is the table's entry for a family with one place exchanged; all are he
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -12,7 +13,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from engine_side.discovery.calls import Call
+from engine_side.discovery.discover import Discovery
 from engine_side.seams.recorded_step import prove
 from engine_side.tap.architectures import ARCHITECTURES, Family, ModulePath, family_of
 from schemas.errors import StartError
@@ -150,7 +154,39 @@ def test_a_switch_that_the_table_overlooks_ends_the_start(models: Models) -> Non
     model, config = models.of("opt, norms after")
     with pytest.raises(StartError, match=r"resid_mid\.0 differs by .* from the sum of its parts"):
         prove(model, config, ARCHITECTURES["OPTForCausalLM"])
+    held = prove(model, config, family_on(config))  # against its own sums alone
+    assert held.proofs == () and held.unproved == "looked for one module that embeds the tokens, found none"
+
+
+WIDE, KEPT_MAX = 8192, 64 << 20  # as wide as a model of 70 billion parameters, and what the search may keep beside it
+
+
+def test_the_search_keeps_the_rows_of_two_blocks_at_most(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of tensors that were not there before, as each block ends, for a model of many more blocks than two."""
+    import engine_side.seams.recorded_step as recorded_step
+
+    model, config = models.of("qwen3")
+    before, kept = tensors(), list[int]()
+
+    class Measured(Discovery):
+        def _block_ended(self, block: Call, inside: list[Call]) -> None:
+            super()._block_ended(block, inside)
+            kept.append(sum(size for place, size in tensors().items() if place not in before))
+
+    monkeypatch.setattr(recorded_step, "Discovery", Measured)
     prove(model, config, family_on(config))
+    width = config.model_config.get_hidden_size()
+    assert len(kept) == 3 and 0 < max(kept) * WIDE / width <= KEPT_MAX
+    gc.collect()
+    left = sum(size for place, size in tensors().items() if place not in before)
+    assert left * WIDE / width < KEPT_MAX / 100, left
+
+
+def tensors() -> dict[int, int]:
+    """Bytes of the memory of every tensor of this process, by its place."""
+    found = [one.untyped_storage() for one in gc.get_objects() if issubclass(type(one), torch.Tensor)
+             and one.device.type == "cpu" and one.layout == torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 @pytest.mark.parametrize("family", ["gemma2", "mixtral"])
@@ -160,9 +196,11 @@ def test_the_table_is_proved(family: str, models: Models, caplog: pytest.LogCapt
     monkeypatch.setattr(logging.getLogger("vllm.tap"), "propagate", True)
     model, config = models.of(family)
     with caplog.at_level(logging.INFO, "vllm.tap"):
-        prove(model, config, family_on(config))
+        found = prove(model, config, family_on(config))
     assert "proved by structure: attn_out" in caplog.text
     proved = caplog.text.rpartition("proved by structure: ")[2].strip().split(", ")
     there = {site for site in (*family_on(config).block, *family_on(config).model)
              if site not in ("mlp_post",) or family == "gemma2"}
     assert there - set(proved) == set()
+    assert {proof.site for proof in found.proofs} == set(proved) and found.unproved == ""
+    assert all(proof.off is None or proof.off < 1e-6 for proof in found.proofs)

@@ -270,6 +270,9 @@ def test_the_python_client_and_everything_beside_generating(server: Server) -> N
     capabilities = HTTP.get(f"{server.url}/v1/capabilities").json()
     assert capabilities["engine"]["n_layers"] == LAYERS
     assert {site["source"] for site in capabilities["armed"].values()} == {"table"}
+    proved = {name: site["proved"] for name, site in capabilities["armed"].items()}  # none says not_proved
+    assert proved["resid_post"]["identity"] == "resid_post = resid_pre + attn_out + mlp_out"
+    assert all(0 <= site["off"] < 1e-6 for site in proved.values() if site["off"] is not None)
     events = HTTP.get(f"{server.url}/v1/captures/{generation.capture_id}/events").text
     assert '"status":"complete"' in events.replace(" ", "")
     live = HTTP.get(f"{server.url}/v1/captures/{generation.capture_id}/live?site=resid_post").text

@@ -135,6 +135,13 @@ class Block(nn.Module):
                 mid = hidden + attention(self.norm1(hidden))
                 self.last = mid + mlp(self.norm2(mid))
                 return self.last
+            case "hyper-connections":  # [tokens, streams, width]: read as a mix of them, written to each
+                for norm, part in ((self.norm1, attention), (self.norm2, mlp)):
+                    hidden = hidden + part(norm(hidden.mean(dim=1))).unsqueeze(1) * torch.tensor([[1.0], [0.5]])
+                return hidden
+            case "stack":  # [streams, tokens, width], as Gemma 3n
+                made = hidden[0] + attention(self.norm1(hidden[0]))
+                return torch.stack([made + mlp(self.norm2(made)), 0.9 * hidden[1] + 0.1 * made])
             case "no module":
                 mid = hidden + attention(self.norm1(hidden))
                 return mid + mlp(self.norm2(mid)) + torch.sin(mid)
@@ -164,6 +171,8 @@ class Model(nn.Module):
             hidden = hidden + self.position(positions)
         if self.kind == "scaled embeddings":
             hidden = 4 * hidden
+        if self.kind in ("hyper-connections", "stack"):
+            hidden = torch.stack([hidden, 0.5 * hidden], dim=0 if self.kind == "stack" else 1)
         order = [2, 0, 1] if self.kind == "other order" else [0, 1, 1, 2] if self.kind == "twice" else range(LAYERS)
         for layer in order:
             if self.kind == "pair":
@@ -178,6 +187,8 @@ class Model(nn.Module):
                 hidden = hidden + (0.1 if self.kind == "between blocks" else 1e-6) * torch.cos(hidden)
         if self.kind == "pair":
             return self.norm(hidden, residual)[0]  # type: ignore[no-any-return]
+        if self.kind in ("hyper-connections", "stack"):
+            hidden = hidden.mean(dim=0 if self.kind == "stack" else 1)
         if self.kind == "norm of another":
             hidden = 2 * hidden + 1
         return hidden if self.kind == "no norm" else self.norm(hidden)
@@ -306,6 +317,8 @@ def test_an_identity_names_sites_and_else_modules(kind: str, identity: str) -> N
     ("small", "(mlp is .* of the stream: too little to prove|can be explained in 2 ways)"),
     ("small once", "blocks 0 and 1 have the same modules, and differ in mlp_out, resid_mid"),
     ("between blocks", r"layers.1 does not receive .*nearest: result 0 and argument hidden, [0-9.]+e-02 apart\)"),
+    ("hyper-connections", "several streams: layers.0 returns 2 rows of 32 numbers a token, and layers.1 is given as "),
+    ("stack", "several streams: layers.0 returns 2 rows of 32 numbers a token, and layers.1 is given as many; no "),
     ("other order", "layers.2 ran in the place of layers.0"),
     ("twice", "layers.1 ran in the place of layers.2"),
     ("two lists", "looked for one list of 3 blocks with attention in them, found layers, others"),

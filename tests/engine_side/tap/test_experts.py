@@ -1,4 +1,4 @@
-"""Chosen experts, on a block made like vLLM's: the router's own choice, or the largest logits where it is hidden."""
+"""Chosen experts, on a block made like vLLM's: the router's own choice, and nothing where its kernel hides it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from engine_side.seams.tapping import check_ids
-from engine_side.tap.architectures import family_of, find_points
+from engine_side.tap.architectures import every_point, family_of, find_points
 from engine_side.tap.staging import allocate
 from engine_side.tap.taps import install
 from schemas.errors import StartError
@@ -66,26 +66,34 @@ def model_of(monolithic: bool, n_experts: int = EXPERTS) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("monolithic", "meaning"), [(False, "vLLM's router chose"), (True, "largest router logits")])
-def test_the_choice_heaviest_first(monolithic: bool, meaning: str) -> None:
-    model = model_of(monolithic)
+def test_the_choice_heaviest_first() -> None:
+    model = model_of(False)
     points = list(find_points(model, FAMILY, NAMES, ("experts",), 1, 16))
     assert [(p.site, p.layer, p.width, p.ids) for p in points] == [("experts", 0, CHOSEN, EXPERTS)]
-    assert meaning in points[0].meaning
+    assert "vLLM's router chose" in points[0].meaning
     staging, _ = allocate({"experts": CHOSEN}, {"experts": [0]}, TOKENS, torch.bfloat16, torch.device("cpu"), 1 << 20)
     install(points, staging)
     staging.poison()
     logits = torch.rand(TOKENS, EXPERTS)
     model.model.layers[0](logits)
     assert not staging.unwritten(TOKENS)
-    expected = logits.argsort(descending=monolithic)[:, :CHOSEN]
+    expected = logits.argsort()[:, :CHOSEN]
     assert torch.equal(staging.buffers["experts"][0].long(), expected)
+
+
+def test_a_choice_that_the_kernel_keeps_to_itself_is_refused_and_never_made_here() -> None:
+    model = model_of(True)
+    with pytest.raises(StartError, match=r"cannot arm experts on .* \(a kernel .* chooses inside itself .*\); this "
+                                         r"model offers: (?!.*\bexperts\b).*router_logits"):
+        list(find_points(model, FAMILY, NAMES, ("experts",), 1, 16))
+    assert "experts" not in {point.site for point in every_point(model, FAMILY, 16)}
+    assert [point.site for point in find_points(model, FAMILY, NAMES, ("router_logits",), 1, 16)] == ["router_logits"]
 
 
 def test_ids_that_the_models_dtype_cannot_hold_are_refused() -> None:
     points = list(find_points(model_of(False, 258), FAMILY, NAMES, ("experts",), 1, 16))
     for dtype in (torch.float32, torch.float16):
         check_ids(points, dtype)
-    with pytest.raises(StartError, match=r"cannot arm experts: ids up to 257 .* bfloat16, which .* up to 256"):
+    with pytest.raises(StartError, match=r"cannot arm experts: .* ids up to 257, .* bfloat16 is exact up to 256 only"):
         check_ids(points, torch.bfloat16)
     check_ids(list(find_points(model_of(False, 257), FAMILY, NAMES, ("experts",), 1, 16)), torch.bfloat16)

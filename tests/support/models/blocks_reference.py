@@ -6,6 +6,7 @@ paths of ``tests/support/models/unlisted.py``.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +35,7 @@ class BlocksReference:
             self.model.get_output_embeddings().weight = self.model.get_input_embeddings().weight
         self.model.eval()
         self._rows: dict[tuple[str, int], torch.Tensor] = {}
+        self._attending: dict[int, list[tuple[str, int, str]]] = {}  # by attention's id: site, layer, end
         self.base = base = getattr(self.model, "model", self.model.base_model)  # Llama 4 names another part
         if family.images:
             self.base = base = base.language_model
@@ -50,11 +52,49 @@ class BlocksReference:
                     factor = family.factor if site in ("attn_out", "mlp_out") else 1.0
                     module.register_forward_hook(self._made(site, layer, factor))
             for site, (path, end) in family.more.items():
-                module = block.get_submodule(path)
-                if end == "in":
-                    module.register_forward_pre_hook(self._given(layer, site), with_kwargs=True)
-                else:
-                    module.register_forward_hook(self._made(site, layer))
+                if (part := _first(block, (path,))) is not None:
+                    self._watch(part, end, site, layer)
+        if self._attending:
+            self._watch_attention()
+
+    def _watch(self, module: nn.Module, end: str, site: str, layer: int) -> None:
+        """Keep rows of a site from one of the ends of a module that ``Unlisted.more`` knows."""
+        kind, _, number = end.partition(" ")
+        if kind == "in":
+            module.register_forward_pre_hook(self._given(layer, site), with_kwargs=True)
+        elif kind == "out":
+            module.register_forward_hook(self._made(site, layer, place=int(number or 0)))
+        elif kind == "chosen":  # by falling weight, as rows of ours are
+            module.register_forward_pre_hook(lambda _module, args: self._keep(
+                site, layer, args[1].gather(-1, args[2].argsort(dim=-1, descending=True)).float()))
+        elif kind == "scored":
+            module.register_forward_hook(lambda router, _args, result: self._keep(
+                site, layer, result[0].topk(router.top_k).indices.float()))
+        else:
+            self._attending.setdefault(id(module), []).append((site, layer, end))
+
+    def _watch_attention(self) -> None:
+        """What attends has no module in Hugging Face: watch the function of the model's family."""
+        family = importlib.import_module(type(self.model).__module__)
+        original = family.eager_attention_forward
+
+        def watched(module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            for site, layer, end in self._attending.get(id(module), ()):
+                rows = self._rotated(query if end == "query" else key)
+                if end == "shared key":
+                    rows = rows[:, :1, :, -self.model.config.qk_rope_head_dim :]
+                self._keep(site, layer, rows[0].transpose(0, 1).flatten(1))
+            return original(module, query, key, *args, **kwargs)
+
+        family.eager_attention_forward = watched
+
+    def _rotated(self, heads: torch.Tensor) -> torch.Tensor:
+        """Rows of heads [1, heads, tokens, width] with the numbers of a rotated pair side by side, as vLLM has them."""
+        if not self.family.halves:
+            return heads
+        rotary = self.model.config.qk_rope_head_dim
+        pairs = torch.stack(heads[..., -rotary:].chunk(2, dim=-1), dim=-1)
+        return torch.cat([heads[..., :-rotary], pairs.flatten(-2)], dim=-1)
 
     def _given(self, layer: int, site: str = "resid_pre") -> Callable[..., Any]:
         def hook(_module: Any, args: Any, kwargs: Any) -> Any:
@@ -64,9 +104,9 @@ class BlocksReference:
 
         return hook
 
-    def _made(self, site: str, layer: int, factor: float = 1.0) -> Callable[..., None]:
+    def _made(self, site: str, layer: int, factor: float = 1.0, place: int = 0) -> Callable[..., None]:
         def hook(_module: Any, _args: Any, result: Any) -> Any:
-            rows = result[0] if isinstance(result, tuple) else result
+            rows = result[place] if isinstance(result, tuple) else result
             changed = self._changed(site, layer, rows)
             self._keep(site, layer, factor * changed)
             if changed is rows:

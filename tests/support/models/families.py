@@ -83,9 +83,11 @@ def family_model(name: str, dtype: str) -> Path:
     unlisted = UNLISTED.get(family)
     said = {**(unlisted.says if unlisted else FAMILIES.get(family) or SEVERAL_STREAMS[family]), **more}
     written, zero = (unlisted.written, unlisted.zero) if unlisted else ({}, "")
+    # Biases of a router that Hugging Face keeps as buffers, and begins as zeros.
+    biased = [unlisted.grouped] if unlisted and unlisted.grouped else []
     taken = [*IMAGED[family].special.items(), IMAGED[family].published] if family in IMAGED else []
-    text = json.dumps([RECIPE, said, transformers.__version__, *(part for part in (written, zero, taken) if part)],
-                      sort_keys=True)
+    more_said = [part for part in (written, zero, taken, biased) if part]
+    text = json.dumps([RECIPE, said, transformers.__version__, *more_said], sort_keys=True)
     folder = cache_dir() / "families" / f"{family}-{dtype}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
     if not folder.is_dir():
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +104,9 @@ def family_model(name: str, dtype: str) -> Path:
                         parameter += 0.2 * torch.randn_like(parameter)
                     elif not parameter.isfinite().all() or not parameter.any():  # left as memory was, or as zeros
                         parameter.copy_(0.1 * torch.randn_like(parameter))
+                for path, buffer in model.named_buffers():
+                    if biased and path.endswith(("e_score_correction_bias", "expert_bias")):
+                        buffer += 0.2 * torch.randn_like(buffer)
             model.to(getattr(torch, dtype)).save_pretrained(Path(building) / "model")
             if family in IMAGED:
                 save(family, Path(building) / "model")

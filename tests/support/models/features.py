@@ -87,8 +87,8 @@ def config(engine: Engine) -> Any:
 
 
 def ragged(engine: Engine) -> list[Captured]:
-    lengths = (9, 80, 1, 33, 20, 5, 70, 64)
-    assert sum(lengths) > config(engine).scheduler_config.max_num_batched_tokens == BATCHED_TOKENS
+    lengths, scheduler = (9, 80, 1, 33, 20, 5, 70, 64), config(engine).scheduler_config
+    assert sum(lengths) > scheduler.max_num_batched_tokens == BATCHED_TOKENS or not scheduler.enable_chunked_prefill
     return engine.run([tokens(n, seed=n) for n in lengths], [{"max_tokens": 6, **GREEDY}] * 8, [RAW] * 8)
 
 

@@ -27,12 +27,17 @@ class Unlisted:
     Face's block whose result is added to the stream, the first that a layer has (``path:Class`` where its class
     begins so); none where the family lacks the site, since ``lacks`` says why. ``raw``: the modules that those
     norm. ``factor``: what both are multiplied by. ``between``: whether the stream between them is somewhere.
-    ``more``: sites besides, by the module of Hugging Face's block that is given ("in") or returns ("out") their rows.
+    ``more``: sites besides, by a module of Hugging Face's block, where a layer has it, and which end of it has their
+    rows: what it is given ("in") or returns ("out", of several things "out 1"), the experts that it is given ("chosen")
+    or returns scores of ("scored"), the queries or keys of all its heads ("query", "key"), or the rotated part of the
+    keys that they share ("shared key"). ``halves``: whether Hugging Face keeps the two numbers of a rotated pair half a
+    row apart, where vLLM leaves them side by side. ``grouped``: whether the router's choice is not that of the largest
+    logits, since it goes by groups or by a bias.
     ``scale``: by what the embedding module that vLLM runs multiplies the rows of its table.
     ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
     ``blocks``: of the cache, fewer than eight requests want, where its kind does not say how many. ``here``: whether
     vLLM leaves Hugging Face's classes as they are, so that the engine may share a process with the reference.
-    ``routed``: a row may hang on a close call of a router. ``not_run``: why, by group of features or by feature.
+    ``not_run``: why, by group of features or by feature.
     ``tolerance``: of a row's length, and ``why`` it is not 1e-4.
     """
 
@@ -44,6 +49,8 @@ class Unlisted:
     raw: tuple[str, str] = ("", "")
     factor: float = 1.0
     more: dict[str, tuple[str, str]] = field(default_factory=dict)
+    halves: bool = False
+    grouped: bool = False
     scale: float = 1.0
     between: bool = True
     lacks: str = ""
@@ -52,7 +59,6 @@ class Unlisted:
     engine: dict[str, Any] = field(default_factory=dict)
     blocks: int = 0
     here: bool = True
-    routed: bool = False
     not_run: dict[str, str] = field(default_factory=dict)
     tolerance: float = 1e-4
     why: str = ""
@@ -83,10 +89,20 @@ _APART: dict[str, Any] = {"here": False}  # vLLM runs Hugging Face's own classes
 # The rotary embedding's kernel of vLLM's CPU build is wrong on queries by heads, which is what these hand it eagerly.
 _NATIVE: dict[str, Any] = {"engine": {"compilation_config": {"custom_ops": ["none"]}}}
 _WHOLE: dict[str, Any] = {"not_run": dict.fromkeys(
-    ("ragged batch", "chunked prefill", "prefix cache, recomputed", "prefix cache, allowed", "eager", "compiled"),
-    "vLLM's CPU build neither cuts a prompt up nor caches prefixes with latent attention")}
+    ("chunked prefill", "prefix cache, recomputed", "prefix cache, allowed"),
+    'vLLM\'s CPU build: "MLA is enabled on a non-GPU platform; forcing chunked prefill and prefix caching to be '
+    'disabled."')}
 _PROJECTIONS = {"q": ("self_attn.q_proj", "out"), "k": ("self_attn.k_proj", "out"), "v": ("self_attn.v_proj", "out"),
                 "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}
+_LATENTS = {"q": ("self_attn.q_b_proj", "out"), "q_latent": ("self_attn.q_a_layernorm", "out"),
+            "q_rot": ("self_attn", "query"), "kv_latent": ("self_attn.kv_a_layernorm", "out"),
+            "k_pe": ("self_attn", "shared key"), "z": ("self_attn.o_proj", "in"), "mlp_post": ("mlp.down_proj", "in")}
+
+
+def _routed(mlp: str = "mlp", router: str = "gate", end: str = "out") -> dict[str, tuple[str, str]]:
+    return {"router_logits": (f"{mlp}.{router}", end), "experts": (f"{mlp}.experts", "chosen")}
+
+
 _NO_PREFIXES = "vLLM's CPU build caches no prefixes of a model that has mixers alone"
 _NO_DRAFTS = ("vLLM's CPU build gives other tokens with drafts than without after the first few, taps or none; "
               "where it caches prefixes it fails")
@@ -118,16 +134,20 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "cohere2": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65, **TIED},
                         **_PARALLEL),
     "cwm": Unlisted({**COMMON, **HEADS, "sliding_window": 64, "layer_types": _LAST}, **_APART),
+    "deepseek_v2": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
+                             "norm_topk_prob": False}, **_NATIVE, **_WHOLE, grouped=True,
+                            more={**_LATENTS, **_routed()}),
     "deepseek_v3": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "norm_topk_prob": True},
-                            {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, **_WHOLE, routed=True),
+                            {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}, **_NATIVE, **_WHOLE, halves=True,
+                            grouped=True, more={**_LATENTS, **_routed()}),
     "ernie4_5": Unlisted({**COMMON, **HEADS}),
     "ernie4_5_moe": Unlisted({**COMMON, **HEADS, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 96,
-                              "moe_num_shared_experts": 1}, routed=True, zero="e_score_correction_bias",
+                              "moe_num_shared_experts": 1}, more=_routed(), zero="e_score_correction_bias",
                              because="vLLM's CPU build leaves the bias of its router out"),
     "exaone4": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _LAST}, **_NORMED),
     "exaone_moe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST,
                             "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
-                            "num_shared_experts": 1, "n_group": 1, "topk_group": 1}, routed=True),
+                            "num_shared_experts": 1, "n_group": 1, "topk_group": 1}, more=_routed(), grouped=True),
     "falcon": Unlisted({**_without("intermediate_size", "num_key_value_heads"), "new_decoder_architecture": False,
                         "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
                        attention=("self_attention",), **_PARALLEL),
@@ -144,22 +164,25 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                      mlp=("post_mlp_layernorm",), raw=("self_attn", "mlp")),
     "glm4_moe": Unlisted({**COMMON, **HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
                           "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 96,
-                          "n_shared_experts": 1}, routed=True),
+                          "n_shared_experts": 1}, more=_routed(), grouped=True),
     "glm4_moe_lite": Unlisted({**COMMON, **{key: value for key, value in _MLA.items()
                                             if key != "first_k_dense_replace"}, "n_group": 1, "topk_group": 1,
                                "mlp_layer_types": ["dense", "sparse", "sparse"]},
                               {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "first_k_dense_replace": 1},
-                              **_NATIVE, **_WHOLE, routed=True),
+                              **_NATIVE, **_WHOLE, halves=True, grouped=True, more={**_LATENTS, **_routed()}),
     "gpt2": Unlisted(_SMALL),
     "gpt_bigcode": Unlisted(_SMALL, **_APART),
-    "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE}, routed=True),
+    "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE},
+                        more=_routed(router="router")),
     "gptj": Unlisted({**_SMALL, "rotary_dim": 16}, **_PARALLEL),
     "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22, more=_PROJECTIONS),
-    "granitemoe": Unlisted({**COMMON, **_GRANITE, **_MOE}, factor=0.22, routed=True),
+    "granitemoe": Unlisted({**COMMON, **_GRANITE, **_MOE}, factor=0.22,
+                           more=_routed("block_sparse_moe", "router", "out 2")),
     "granitemoehybrid": Unlisted({**COMMON, **_GRANITE, **_MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2,
                                   "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
                                   "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
-                                 lacks="shared experts are added beside the routed ones", routed=True, **_STATE),
+                                 lacks="shared experts are added beside the routed ones",
+                                 more=_routed("block_sparse_moe", "router", "out 2"), **_STATE),
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
     "gemma3": Unlisted({"text_config": {**COMMON, **HEADS, **TIED, "query_pre_attn_scalar": 32, "sliding_window": 64,
                                         "layer_types": _THREE}, **TIED, "mm_tokens_per_image": 4, "boi_token_index": 4,
@@ -186,10 +209,11 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                      **_NATIVE, **_STATE),
     "lfm2_moe": Unlisted({**COMMON, **_EIGHT, "layer_types": ["conv", "full_attention", "conv"],
                           "moe_intermediate_size": 96, "num_dense_layers": 1}, {"conv_dim": 128}, reads=TIED, **_NATIVE,
-                         **_STATE, routed=True),
+                         **_STATE, more=_routed("feed_forward"), grouped=True),
     "llama4_text": Unlisted({**COMMON, **HEADS, "intermediate_size_mlp": 192, "num_local_experts": 4,
                              "num_experts_per_tok": 1, "interleave_moe_layer_step": 2, "attention_chunk_size": 128},
-                            routed=True),
+                            more={"router_logits": ("feed_forward.router", "out 1"),
+                                  "experts": ("feed_forward.router", "scored")}),
     "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
                         "n_groups": 1, "chunk_size": 64},
                        attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer", not_run={
@@ -205,7 +229,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
         {"hybrid_layer_pattern": [1, 1, 0], "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4,
          "swa_head_dim": 32, "swa_v_head_dim": 32, "swa_rope_theta": 1e4, "sliding_window_size": 64,
          "layernorm_epsilon": 1e-5, "moe_layer_freq": [0, 1, 1], "scoring_func": "sigmoid", "topk_method": "noaux_tc",
-         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}, routed=True),
+         "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}, more=_routed(), grouped=True),
     "ministral3": Unlisted({**COMMON, **HEADS}),
     "nemotron": Unlisted({**COMMON, **HEADS, "partial_rotary_factor": 0.5}),
     "nemotron_h": Unlisted({**COMMON, **HEADS, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-",
@@ -218,10 +242,10 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "olmo": Unlisted(COMMON, **_APART),
     "olmo2": Unlisted(COMMON, **_NORMED, **_APART),
     "olmo3": Unlisted({**COMMON, "sliding_window": 64}, blocks=14, **_NORMED, **_APART),
-    "olmoe": Unlisted({**COMMON, **_EIGHT}, routed=True),
+    "olmoe": Unlisted({**COMMON, **_EIGHT}, more=_routed()),
     "phi": Unlisted(COMMON, **_PARALLEL, **_APART),
     "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
-                          routed=True),
+                          more=_routed()),
     "seed_oss": Unlisted({**COMMON, **HEADS}, **_APART),
     "smollm3": Unlisted(COMMON, **_APART),
     "stablelm": Unlisted(COMMON),

@@ -149,7 +149,7 @@ def _unlisted(errors: Errors, own: dict[str, dict[str, float]]) -> list[str]:
     return [BY_STRUCTURE.format(count=len(families)),
             *_table("family", [feature.name for feature in features], rows, absent="not run"), "",
             *(f"- *{family}*: {note}." for family in families for note in [
-                *_notes(family, own.get(family)), *_not_yet(family, [
+                *_notes(family, own.get(family)), *_more(family, errors[family]), *_not_yet(family, [
                     feature for feature in features if feature.name not in errors[family]])]), ""]
 
 
@@ -165,12 +165,20 @@ def _notes(family: str, own: dict[str, float] | None) -> list[str]:
         *([f"tolerance {of.tolerance:g}: {of.why}"] if of.why else []),
         *([f"a log-probability of vLLM without taps is up to {own['vllm']:.1e} nats off Hugging Face's, and "
            f"{own['rows']:.1e} off what the captured `final_norm` gives"] if own else []),
-        *([f"{', '.join(f'`{site}`' for site in of.more)} too"] if of.more else []),
         *(["`embed` is scaled, by the embedding module itself"] if of.scale != 1 else []),
         *([f"`{of.zero}` is zeros: {of.because}"] if of.zero else []),
         *(f"Hugging Face's model is told `{key}` = {value}, vLLM {of.says[key]}, which it takes for one more"
           for key, value in of.reads.items()),
         *(f"{', '.join(what)} not run: {why}" for why, what in reasons.items())]
+
+
+def _more(family: str, measured: dict[str, dict[str, float]]) -> list[str]:
+    """Sites besides the stream and what is added to it, and the features that held them where not all did."""
+    by_features: dict[tuple[str, ...], list[str]] = {}
+    for site in UNLISTED[family].more:
+        by_features.setdefault(tuple(name for name, sites in measured.items() if site in sites), []).append(f"`{site}`")
+    return [f"{', '.join(sites)} {'too' if len(held) == len(measured) else 'in the ' + ', '.join(held)}"
+            for held, sites in by_features.items() if held]
 
 
 def _not_yet(family: str, absent: list[Feature]) -> list[str]:

@@ -28,6 +28,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "opt": {"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False, "ffn_dim": 80,
             "word_embed_proj_dim": 32},
     "gpt2": {"architectures": ["GPT2LMHeadModel"]},
+    "deepseek_v3": {"architectures": ["DeepseekV3ForCausalLM"], "head_dim": 16, "qk_rope_head_dim": 16,
+                    "kv_lora_rank": 128, "v_head_dim": 16},
+    "mimo_v2": {"architectures": ["MiMoV2FlashForCausalLM"], "head_dim": 32, "v_head_dim": 16},
 }
 STREAM = {"resid_pre", "resid_post"}
 NEW = {"resid_mid", *STREAM, "attn_out", "mlp_out", "embed", "final_norm"}
@@ -75,6 +78,9 @@ def test_widths_layers_and_names(tmp_path: Path) -> None:
     assert [opt[site].width for site in ("k", "mlp_post", "embed", "resid_pre")] == [64, 80, 32, 64]
     _, qwen3 = listed(tmp_path, "qwen3")  # a size of its own for heads, which is not said
     assert qwen3["q"].width is None and qwen3["resid_pre"].width == 64
+    for kind in ("deepseek_v3", "mimo_v2"):  # keys are compressed, or heads of values are of another size
+        _, other = listed(tmp_path, kind)
+        assert {other[site].width for site in HEADS} == {None} and other["resid_pre"].width == 64
 
 
 def test_what_is_refused_has_its_reason(tmp_path: Path) -> None:
