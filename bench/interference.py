@@ -147,7 +147,7 @@ def _start(engine: Engine, folder: Path) -> dict[str, Any]:
         errors = [line for line in lines if re.search(r"\w(Error|Exception)\b.*: ", line)]
         return {"failed": (errors or lines or [f"exit code {running.returncode}"])[-1][-300:]}
     fusions = [int(number) for number in re.findall(r"(?:Replaced|Fused \D{0,40} on) (\d+) ", text)]
-    apart = re.findall(r"this engine fuses (.+?) with the next operation", text)
+    apart = re.findall(r"this engine fuses what makes (.+?) with the next operation", text)
     return {**json.loads(answers[-1].removeprefix("FOUND ")), "fusions": sum(fusions), "said": "".join(apart[-1:])}
 
 

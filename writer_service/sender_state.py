@@ -85,6 +85,7 @@ class SenderState:
     ahead: set[int] = field(default_factory=set)
     ring: MappedRing | None = None
     last_seen: float = 0.0
+    begun: float = 0.0  # when this writer first had it (monotonic)
     tap: TapState | None = None  # what an engine said of itself with its last Ping
     name: str = ""  # of the engine, where a gateway has several behind it
     asks: bool = False  # its next Ack is to tell of the store

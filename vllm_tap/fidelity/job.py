@@ -110,6 +110,7 @@ class Made:
     corpus: Corpus
     coders: dict[str, Autoencoder] = field(default_factory=dict)  # by place
     attended: tuple[str, ...] = ()  # sites that attention is computed from, and those that it is checked by
+    attended_in: int | None = None  # the layer, in the middle of those that are measured; None: every one
 
     @property
     def batch(self) -> int:
@@ -155,9 +156,13 @@ def prepared(job: FidelityJob) -> Made:
         tokenizer = AutoTokenizer.from_pretrained(job.model)
     except Exception as error:
         raise ArgumentError("MODEL", job.model, f"its tokenizer: {type(error).__name__}: {error}") from None
+    entries = {entry.site: entry for entry in listed.sites if entry.source == "table"}
+    attended = _attended(set(entries))
+    layers = [layer for layer in (entries[attended[0]].layers or () if attended else ())
+              if not job.layers or layer in job.layers]
     return Made(sites, length, prompts_of(corpus, tokenizer, count, length),
                  prompts_of(corpus, tokenizer, count, length, held=False), corpus, coders,
-                 _attended({entry.site for entry in listed.sites if entry.source == "table"}))
+                 attended, layers[len(layers) // 2] if layers else None)
 
 
 def _attended(there: set[str]) -> tuple[str, ...]:
@@ -185,7 +190,8 @@ def _engine(job: FidelityJob, made: Made) -> Iterator[tuple[Bench, Any]]:
     sites, batch = ",".join(made.sites), made.batch
     os.environ["VLLM_TAP_EDIT_ROWS"] = str(min(limits.edit_rows_max, 4 * batch * made.tokens))
     words = ("--max-num-seqs", str(max(2, batch)))
-    arm = dict.fromkeys((*made.sites, "final_norm", *made.attended))
+    arm = (*made.sites, "final_norm", *(site if made.attended_in is None else f"{site}.{made.attended_in}"
+                                        for site in made.attended if site not in made.sites))
     with laboratory(job, made.tokens, words, ",".join(arm), sites) as found:
         yield found
 

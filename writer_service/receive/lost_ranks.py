@@ -22,7 +22,8 @@ class LostRanks:
 
     A rank is lost where it was last heard so many seconds before the last of its server, and is not where it is heard
     again. A server that ended, or that nobody hears, has none that are lost, nor has an engine that ended; a server
-    that comes back from standing still as a whole is heard rank by rank, and gets the time for that.
+    that comes back from standing still as a whole is heard rank by rank, and gets the time for that. Where all that
+    live of a server follow others of their names, those that were last heard before are of a start that is over.
     """
 
     def __init__(self, db: sqlite3.Connection, journal: Journal, senders: Iterable[SenderState], lost_after_s: float
@@ -64,15 +65,28 @@ class LostRanks:
                        for group in groups}
         self._newest = newest
         self._told = {group: self._told[group] if group in self._told else self._known(group) for group in groups}
-        count = 0
+        count, begun = 0, self._begun_again(now)
         for group, ranks in groups.items():
             heard = newest[siblings(group)]
-            goes_on = now - heard <= self._lost_after_s and not all(state.ended for state in ranks.values())
+            before = max(state.last_seen for state in ranks.values()) < begun.get(siblings(group), float("-inf"))
+            goes_on = now - heard <= self._lost_after_s and not (before or all(state.ended for state in ranks.values()))
             lost = self._lost(group, ranks, min(now, heard)) if goes_on else []
             count += len(lost)
             if lost != self._told[group]:
                 self._tell(group, lost)
         self.count = count + self._absent(now, groups, newest)
+
+    def _begun_again(self, now: float) -> dict[str, float]:
+        """By server that was started again under its name, when the first that lives of it began."""
+        begun = dict[str, float]()
+        named = [state for state in self._senders if state.instance]
+        for state in named:
+            if not state.ended and now - state.last_seen <= self._lost_after_s:
+                follows = any((other.instance, other.rank) == (state.instance, state.rank) and other.begun < state.begun
+                              for other in named)
+                server = siblings(state.instance)
+                begun[server] = min(begun.get(server, float("inf")), state.begun if follows else float("-inf"))
+        return begun
 
     def _tell(self, group: str, lost: list[int]) -> bool:
         if not self._journal.try_append(SenderState("", 0, "writer"), RanksLost(group, lost)):

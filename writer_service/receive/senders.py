@@ -52,7 +52,7 @@ class Senders:
             covered = sequence.covered
             self._streams[name] = SenderState(
                 name, sequence.epoch, sequence.role, received=covered, durable=covered, settled=covered,
-                ahead=set(sequence.seqs), last_seen=now, ended=sequence.bye, nonce=nonce_of(self._db, name))
+                ahead=set(sequence.seqs), last_seen=now, begun=now, ended=sequence.bye, nonce=nonce_of(self._db, name))
         self.own_captures(captures)
 
     def __len__(self) -> int:
@@ -111,6 +111,8 @@ class Senders:
         mapped = sum(other.ring is not None for other in self._streams.values())
         state.ring = None if state.remote or mapped >= self.rings_max else map_ring(hello.ring_path, hello.ring_bytes)
         state.last_seen, state.ended = time.monotonic(), False
+        state.begun = state.last_seen if known is None else state.begun
+        state.tap = None  # what it said of itself before is over: more may wait now
         state.greet()
         return state
 

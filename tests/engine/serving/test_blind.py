@@ -34,7 +34,7 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         pytest.param("bypassed", {}, ["continues with other tensors than those that taps would copy: resid_post.0"],
                      marks=pytest.mark.soak),
         ("changed", {"VLLM_TAP_ARM": "resid_pre,embed"}, [
-            "the rows of resid_pre.0 are not those of the embedding table for the tokens ["]),
+            "the rows of resid_pre.0 are not the rows of the embedding table for the tokens ["]),
         ("stale, unproved", {"VLLM_TAP_ARM": "resid_mid,resid_post,mlp_out"}, [
             "resid_post.0 is not resid_mid.0 + mlp_out.0: the rows are off by "]),
         pytest.param("scaled", {"VLLM_TAP_ARM": "resid_mid,resid_post,mlp_out"}, [
@@ -45,7 +45,7 @@ def forks() -> Iterator[subprocess.Popen[str]]:
         pytest.param("tiny", {"VLLM_TAP_STAGING_BYTES_MAX": "100000"}, ["staging needs", "VLLM_TAP_STAGING_BYTES_MAX"],
                      marks=pytest.mark.soak),
         pytest.param("sharded", {"VLLM_TAP_ARM": "resid_post,q", "VLLM_TAP_EDIT": "q"},
-                     ["tensor_parallel_size=2: a rank has only its share of q"], marks=pytest.mark.soak),
+                     ["tensor_parallel_size=2: each rank has only its share of q"], marks=pytest.mark.soak),
         pytest.param("tiny", {"VLLM_TAP_ARM": "mlp_out,resid_post.7"},
                      ["cannot arm resid_post.7: this model has resid_post in layers [0, 1, 2, 3]"],
                      marks=pytest.mark.soak),

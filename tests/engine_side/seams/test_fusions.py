@@ -47,3 +47,12 @@ def test_what_is_named_is_what_vllms_patterns_do_not_match_any_more() -> None:
             point = TapPoint(site, layer, nn.Module(), RULES.get(site, "result"), 8, "")
             named = fusions.computed_apart([] if edited else [point], compilation, reduced, [point] if edited else [])
             assert named == ([] if fused[case] else [site]), (case, site, layer)
+
+
+def test_compressed_queries_end_the_fusion_of_their_norm_with_what_quantizes_them() -> None:
+    quantized, plain = nn.Module(), nn.Linear(8, 8)
+    quantized.quant_method = SimpleNamespace()
+    compilation = SimpleNamespace(mode=3, pass_config=SimpleNamespace(fuse_norm_quant=True))
+    for projection, named in ((quantized, ["q_latent"]), (plain, [])):
+        point = TapPoint("q_latent", 0, projection, "operand", 8, "")
+        assert fusions.computed_apart([point], compilation) == named

@@ -106,7 +106,7 @@ def test_every_switch_is_in_the_docs() -> None:
     ("GPTNeoXForCausalLM", {}, "resid_mid", "use_parallel_residual = true: attention and MLP read the same"),
     ("MistralForCausalLM", {"llama_4_scaling": {"beta": 0.1}}, "q_rot", "queries are scaled by their position"),
     ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 8}}, "q_rot", "dual_chunk_attention_config"),
-    *((name, {"is_causal": False}, "", "is_causal = false: tokens attend to those after") for name in READ),
+    *((name, {"is_causal": False}, "", "is_causal = false: tokens attend to later tokens") for name in READ),
     ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "", "use_bidirectional_attention = true"),
     ("MistralForCausalLM", {"ada_rms_norm_t_cond": True}, "", "ada_rms_norm_t_cond = true"),
     ("Qwen2ForCausalLM", {"qk_norm": True}, "", "qk_norm = true"),

@@ -103,3 +103,16 @@ def test_of_a_server_that_ended_while_no_writer_ran_nobody_is_lost(tmp_path: Pat
         writer.start()
         assert until(lambda: reader.lost_ranks("01S-abc-1") == [], 60)
     assert_consistent(store)
+
+
+def test_a_server_that_began_again_with_fewer_engines_lacks_none(tmp_path: Path) -> None:
+    """Killed, and started under the same name: the engine that it has no more would be lost for ever."""
+    with WriterProcess(tmp_path / "store", *FLAGS) as writer, StoreReader(tmp_path / "store") as reader, \
+            LivingRanks(writer.endpoint, 1, "01S-abc-0") as first, \
+            LivingRanks(writer.endpoint, 1, "01S-abc-1") as other:
+        first.kill(0)
+        other.kill(0)
+        assert not until(lambda: reader.lost_ranks("01S-abc-0"), 1)  # their last words are taken before the new begin
+        first.start(0)
+        assert not until(lambda: reader.lost_ranks("01S-abc-0"), 4 * LOST_S)
+    assert_consistent(tmp_path / "store")

@@ -8,13 +8,13 @@ import pytest
 
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from schemas.wire.messages import TapCounters, TapState
+from schemas.wire.messages import Ping, TapCounters, TapState, encode
 from tests.support.consistency import assert_consistent
 from tests.support.ranks import LAYERS, LivingRanks
 from tests.support.store_helpers import WriterProcess, until
 
 RANKS, LOST_S = 2, 1
-FLAGS = ("--engine-lost-s", str(LOST_S))
+FLAGS = ("--engine-lost-s", str(LOST_S), "--seal-idle-s", "600")  # none is sealed in the moment of the end
 
 
 def tell(ranks: LivingRanks, waiting: int) -> None:
@@ -44,6 +44,36 @@ def test_a_capture_that_its_leader_never_opened_fails(tmp_path: Path, how: str) 
         words = {"it did not take it": "did not open it: too much waited for the writer, or it was refused",
                  "it ended": "ended", "it is silent": "has no sender any more"}
         assert reader.manifest(capture).failed == f"other ranks joined it, but rank 0 of its engine {words[how]}"
+    assert_consistent(store)
+
+
+def test_a_leader_that_greets_again_has_not_said_yet_what_waits(tmp_path: Path) -> None:
+    """What it said before its silence does not count: the Open may have come to wait since."""
+    store, capture = tmp_path / "store", new_ulid()
+    with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader, \
+            LivingRanks(writer.endpoint, RANKS) as ranks:
+        with ranks.lock:
+            ranks.leader.socket.send(encode(Ping(TapState(TapCounters(), 1 << 20, 0, 0))))
+            ranks.dead.add(ranks.leader)  # from now on it greets, and no more
+            ranks.all[1].join(capture)
+            ranks.all[1].rows(capture, 1, "q", range(3), 1)
+            ranks.all[1].part_finish(capture)
+            ranks.all[1].wait()
+
+        def failed_meanwhile() -> bool:
+            with ranks.lock:
+                ranks.leader.hello()
+            return reader.capture(capture).status == "failed"
+
+        assert until(lambda: reader.capture(capture).status == "pending")
+        assert not until(failed_meanwhile, 5 * LOST_S)
+        with ranks.lock:
+            ranks.leader.open(capture, 3, {"q": LAYERS})
+            ranks.leader.rows(capture, 1, "q", range(3), 1)
+            ranks.leader.finish(capture, 3, 1)
+            ranks.leader.wait()
+            ranks.dead.remove(ranks.leader)
+        assert until(lambda: reader.capture(capture).status == "complete", 60)
     assert_consistent(store)
 
 

@@ -185,13 +185,18 @@ def _coders(job: KVJob, made: Made, bench: Bench, heads: Heads) -> tuple[list[Co
     """
     plain, left_out = fitting(job.plain(), heads, bool(job.codecs))
     found, names, turns = list[Coded](plain), job.principal, rotaries_of(bench.engine) if job.principal else {}
-    lacking = next((f"layer {layer}: {turn}" for layer in heads if isinstance(turn := turns.get(layer), str)), "")
+    lacking = next((f"before the rotary embedding, layer {layer}: {turn}" for layer in heads
+                    if isinstance(turn := turns.get(layer), str)), "")
     if not lacking and (odd := next((layer for layer, (_, head) in heads.items() if head % 4), None)) is not None:
-        lacking = f"layer {odd} has heads of {heads[odd][1]} numbers, no multiple of 4"
+        lacking = f"before the rotary embedding, layer {odd} has heads of {heads[odd][1]} numbers, no multiple of 4"
+    if not lacking and (few := len(made.fitted.tokens[:made.batch]) * (made.tokens - 1)) <= (most := max(
+            head for _, head in heads.values())):
+        lacking = (f"{few} rows of {made.batch} prompts of {made.tokens} tokens are too few to fit components of heads "
+                   f"of {most} numbers on (--prompts, --tokens)")
     if names and lacking:
         if job.codecs:
-            raise ArgumentError("--codecs", names[0], f"goes before the rotary embedding, and {lacking}: leave it out")
-        return found, f"{left_out}{'; ' if left_out else ''}{', '.join(names)}: before the rotary embedding, {lacking}"
+            raise ArgumentError("--codecs", names[0], f"{lacking}: leave it out")
+        return found, f"{left_out}{'; ' if left_out else ''}{', '.join(names)}: {lacking}"
     if names:
         rows = KeptRows(made.tokens, bench.number_of)
         bench.rewritten(next(batches(made.fitted.tokens, made.batch)), rows)

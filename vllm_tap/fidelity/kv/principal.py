@@ -124,8 +124,8 @@ class ByLayer:
         return turn.turned(made, stand.positions).to(rows.dtype)
 
     def digest(self, heads: int, head: int, dtype: torch.dtype) -> str:
-        """XXH3 of what was fitted, of all layers."""
-        found = xxhash.xxh3_64()
+        """XXH3 of what was fitted, of all layers, and of the levels."""
+        found = xxhash.xxh3_64(np.ascontiguousarray(lloyd_max(_BITS_MAX)[0].numpy()).tobytes())
         for layer in sorted(self.coders):
             for one in self.coders[layer].make().fitted.values():  # type: ignore[attr-defined]
                 for part in (one.mean, one.turn, one.size, one.bits):

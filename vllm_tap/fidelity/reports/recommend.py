@@ -16,7 +16,7 @@ from vllm_tap.fidelity.reports.report import Report, codecs_of, numbers_of
 from vllm_tap.fidelity.statistics import CONFIDENCE, interval
 from vllm_tap.fidelity.study import Patched, PlaceStudy
 from vllm_tap.fidelity.unpatched.attention import SITES
-from vllm_tap.fidelity.unpatched.drafting import share
+from vllm_tap.fidelity.unpatched.drafting import accepted_share
 
 __all__ = ["USES", "WHOLE", "Offer", "Recommendation", "recommend", "shown"]
 
@@ -165,15 +165,16 @@ def _drafter(report: Report) -> list[_Judged]:
     part = report.drafter
     if part is None or "why" in part:
         return []
-    far = {name: _short(_REGAINED, share(part["exact"], numbers).low) for name, numbers in part["lengths"].items()
-           if name in part["sizes"]}
+    far = {name: _short(_REGAINED, accepted_share(part["exact"], numbers).low)
+           for name, numbers in part["lengths"].items() if name in part["sizes"]}
     return [_Judged(report.model["name"], NORM, far, {name: part["sizes"][name] for name in far})]
 
 
 # Uses of what a report has of the whole model: the criterion in words, and what was judged where.
 WHOLE: Final[dict[str, tuple[str, Callable[[Report], list[_Judged]]]]] = {
     "attention": (f"heads regain {_REGAINED:.0%} of the mass of the eight keys (lower bound)", _attention),
-    "drafter": (f"a drafter gives {_REGAINED:.0%} of the tokens of one of exact rows (lower bound)", _drafter),
+    "drafter": (f"a drafter has {_REGAINED:.0%} of the drafts accepted that one of exact rows has (lower bound)",
+                _drafter),
 }
 
 

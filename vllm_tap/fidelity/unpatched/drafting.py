@@ -25,6 +25,8 @@ __all__ = ["DRAFTED", "SHUFFLED", "Drafted", "accepted", "fitted", "share", "stu
 DRAFTED: Final = 5  # tokens at a time
 SHUFFLED: Final = "shuffled"
 _ROWS_MAX: Final = 32_768  # that are fitted on
+_ROWS_A_NUMBER: Final = 4  # of a row, at least: fewer are learnt by heart
+_LEARNT: Final = 0.9  # of the drafts accepted: who gives as many on shuffled rows has learnt nothing of rows
 _PENALTY: Final = 1e-3  # of a column's mean square
 
 
@@ -50,6 +52,10 @@ def study_drafter(bench: Bench, fitted_on: I64, judged: I64, codecs: Sequence[st
     """
     wanted = fitted_on[: max(1, _ROWS_MAX // fitted_on.shape[1])]
     rows = [answer.norm for answer in _answers(bench, wanted, batch)]
+    count, width = sum(map(len, rows)), rows[0].shape[1]
+    if count < _ROWS_A_NUMBER * width:
+        raise Unpublished(f"{count} rows of width {width} are too few to fit drafters on: "
+                          f"{_ROWS_A_NUMBER * width} or more are needed (--prompts, --tokens)")
     live = [(answer.norm[len(answer.norm) - len(answer.tokens):].copy(), answer.tokens)  # the prompt's are let go
             for answer in _answers(bench, judged, batch, generated=True)]
     starts = len(live[0][1]) - DRAFTED
@@ -71,7 +77,7 @@ def study_drafter(bench: Bench, fitted_on: I64, judged: I64, codecs: Sequence[st
         if name != SHUFFLED:
             found.sizes[name] = coding.row_bytes(name, rows[0].shape[1], bench.dtype)
     worse = interval(np.array(found.exact) - np.array(found.lengths[SHUFFLED]))
-    if worse.low <= 0:
+    if worse.low <= 0 or accepted_share(found.exact, found.lengths[SHUFFLED]).high > _LEARNT:
         raise Unpublished(f"fitted on exact rows it gives {np.mean(found.exact):.3g} tokens a step, and on shuffled "
                           f"ones {np.mean(found.lengths[SHUFFLED]):.3g}: it has learnt nothing of this model")
     cost = float(np.mean(found.lengths[SHUFFLED]))
@@ -81,10 +87,17 @@ def study_drafter(bench: Bench, fitted_on: I64, judged: I64, codecs: Sequence[st
     return found
 
 
-def share(exact: Sequence[float], coded: Sequence[float]) -> Interval:
+def share(exact: Sequence[float] | F64, coded: Sequence[float] | F64) -> Interval:
     """Tokens a step with a drafter fitted on coded rows, over those with one fitted on exact rows."""
     return interval(np.array([coded, exact]), lambda one, other, axis=-1: np.mean(one, axis=axis) / np.mean(
         other, axis=axis))
+
+
+def accepted_share(exact: Sequence[float], coded: Sequence[float]) -> Interval:
+    """Drafts accepted a step with a drafter fitted on coded rows, over those with one fitted on exact rows. Without the
+    model's own token of each step, which even a drafter that is never right gives.
+    """
+    return share(np.array(exact) - 1, np.array(coded) - 1)
 
 
 def fitted(prompts: Iterable[F32]) -> F64:
