@@ -11,7 +11,17 @@ import torch
 
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity.job import FidelityJob
-from vllm_tap.fidelity.kv.codecs import DEFAULT_CODECS, Coder, Float8, Stand, chosen, fitting, own_codec, own_codecs
+from vllm_tap.fidelity.kv.codecs import (
+    DEFAULT_CODECS,
+    Coder,
+    Float8,
+    Stand,
+    chosen,
+    fitting,
+    lloyd_max,
+    own_codec,
+    own_codecs,
+)
 from vllm_tap.fidelity.kv.job import KVJob, _digests
 from vllm_tap.fidelity.kv.modes import Coding
 from vllm_tap.tiny_model import tiny_model
@@ -263,3 +273,11 @@ def test_an_encoder_that_writes_in_place_changes_nothing_but_what_it_was_given()
     coding = Coding("in-forward", "k", frozenset({0}), 1, made.coded, int)
     coded = coding._one(rows, Stand(0, 0, torch.arange(len(rows)), "k"))
     assert torch.equal(rows, ROWS) and not torch.equal(coded, ROWS) and coding.changed == len(rows)
+
+
+@pytest.mark.parametrize(("bits", "optimum"), [(2, 0.1175), (4, 0.0095), (8, 4.13e-5)])
+def test_levels_are_the_nearest_that_a_normal_distribution_has(bits: int, optimum: float) -> None:
+    """Also many of them, whose outer ones rounds alone leave too near."""
+    levels, bounds = lloyd_max(bits)
+    rows = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0))
+    assert float((levels[torch.bucketize(rows, bounds)] - rows).square().mean()) < 1.05 * optimum

@@ -13,7 +13,7 @@ from schemas.attention import AttentionRule, summarize
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.unpatched.attention import FIRST, TOP, held_against
-from vllm_tap.fidelity.unpatched.drafting import DRAFTED, accepted, fitted, share, study_drafter
+from vllm_tap.fidelity.unpatched.drafting import DRAFTED, accepted, accepted_share, fitted, share, study_drafter
 
 RNG = np.random.default_rng(0)
 LENGTH, HEAD = 40, 16
@@ -132,3 +132,10 @@ def test_a_drafter_of_a_model_that_goes_by_a_rule_is_right_and_one_of_shuffled_r
     assert found.told["shuffled"].endswith("fewer than with every codec") or "topk8" in found.told["shuffled"]
     with pytest.raises(Unpublished, match=r"it has learnt nothing of this model"):
         study_drafter(Chance(), prompts[:24], prompts[24:], [], 5)
+
+
+def test_a_drafter_is_judged_without_the_models_own_token() -> None:
+    """One that is never right gives a token a step too: of the tokens it would have nearly all of a weak one's."""
+    exact, never = [1.02, 1.01, 1.03, 1.02] * 4, [1.0] * 16
+    assert share(exact, never).low > 0.97 and accepted_share(exact, never).high == 0
+    assert accepted_share([1.5, 1.25] * 8, [1.25, 1.125] * 8).value == pytest.approx(0.5)
