@@ -162,7 +162,7 @@ def test_two_packages_with_one_name_and_an_encoder_that_is_missing(tmp_path: Pat
     (tmp_path / "toy_codec" / "encoder.py").write_text("")
     program = "from engine_side.codecs import check_encoders; check_encoders()"
     lacking = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path), capture_output=True, text=True)
-    assert "StartError: codec toy8: its encoder toy_codec.encoder cannot be had" in lacking.stderr
+    assert "StartError: codec toy8: its encoder toy_codec.encoder cannot be imported" in lacking.stderr
     install_entry_points(tmp_path, "second", {"vllm_tap.codecs": {"toy8": "toy_codec.declared"}})
     asked = json.dumps({"codec": "toy8"})
     program = f"from schemas.spec import parse_spec; parse_spec({asked!r})"

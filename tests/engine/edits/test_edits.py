@@ -278,7 +278,7 @@ def one(**fields: Any) -> list[dict[str, Any]]:
     (one(op="set", by=None, rows={"base64": "AAAAAA=="}, positions=[3]), r"rows = '1 numbers': 1 positions of 128"),
     (one(op="set", by=None, rows={"base64": "AADAfw=="}, positions=[3]), r"base64\[0\] = nan: valid: a finite number"),
     (one(op="add", by=None, rows=[[1.0] * 128], positions=[3]), r"rows = .*: add has vector and scale, and no rows"),
-    (one(op="set", by=None, rows=[[1.0] * 128] * 201, positions=[[0, 201]]), r"201 rows': the engine has room for 200"),
+    (one(op="set", by=None, rows=[[1.0] * 128] * 201, positions=[[0, 201]]), r"201 rows': the engine keeps 200 for"),
     (one(positions=[256]), r"positions = \[256, 257\]: beyond the model: a request has 256 tokens"),
     (one() * 3, r"edit 3 of resid_post.1: the engine makes at most 2"),
     (one() * 9, r"edits: 9 asked, limit 8"),

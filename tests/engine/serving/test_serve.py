@@ -153,6 +153,8 @@ def test_a_chat_request_and_its_slices_by_every_name(service: Service) -> None:
     assert len(manifest["rows"]) == len(SITES) * LAYERS
     assert manifest["total_len"] == response.usage.total_tokens  # type: ignore[union-attr]
     engine = httpx.get(f"{service.url}/v1/capabilities").json()["engine"]
+    proved = engine.pop("proved")
+    assert {"resid_post", "attn_out", "mlp_out"} <= proved.keys() and max(one["off"] for one in proved.values()) < 1e-6
     assert engine["runner"].endswith("ModelRunner") and engine == {**manifest["engine"], "layout": []}
     for name in (capture["id"], response.id, "my-own-name-17"):
         assert service.manifest(name)["id"] == capture["id"]

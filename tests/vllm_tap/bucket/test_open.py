@@ -308,10 +308,10 @@ def test_the_page_about_buckets(tmp_path: Path, url: str, monkeypatch: pytest.Mo
 
 def test_ranges_are_coalesced_and_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = limits.bucket_chunk_bytes
-    runs = list(block_objects._runs([0, 1, 2, 5, 9, *range(100, 140)]))
+    runs = list(block_objects._runs([0, 1, 2, 5, 9, *range(100, 140)], block_objects._GAP_CHUNKS))
     assert runs == [(0, 5), (9, 9), (100, 131), (132, 139)]
     assert all((last - first + 1) * chunk <= limits.bucket_request_bytes_max for first, last in runs)
-    assert list(block_objects._runs([])) == []
+    assert list(block_objects._runs([], 0)) == [] and list(block_objects._runs([1, 3, 4], 0)) == [(1, 1), (3, 4)]
 
 
 def test_without_obstore_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def test_edits_are_part_of_what_a_run_is(tmp_path: Path) -> None:
     ([{**SCALE, "site": "resid_post.9"}], "line 1: edit[0].layers = [9]"),
     ([SCALE] * 9, "line 1: edits: 9 asked, limit 8"),
     ([SCALE] * 3, "line 1: edit[2].layers = 1: edit 3 of resid_post.1"),
-    ([rows_edit(np.zeros((5, WIDTH)), [0, 1, 2, 3, 4])], "line 1: edit = '5 rows': the engine has room for 4"),
+    ([rows_edit(np.zeros((5, WIDTH)), [0, 1, 2, 3, 4])], "line 1: edit = '5 rows': the engine keeps 4 for all"),
     ([{"site": "resid_post.1", "op": "set", "positions": [0], "from": {"capture": "01KBJ8Z6X4R2T0N5QW3E7M9YHC"}}],
      "line 1: edit[0].from = '01KBJ8Z6X4R2T0N5QW3E7M9YHC': offline no service looks it up; read the rows"),
 ])
