@@ -222,7 +222,7 @@ def test_who_ends_in_the_write_of_the_head_knows_it_again(store: Path, url: str,
         compact(store)
 
 
-@pytest.mark.parametrize("take_over", [False, True])
+@pytest.mark.parametrize("take_over", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_every_end_on_the_way_to_a_second_head_leaves_the_first(store: Path, tmp_path: Path, url: str, take_over: bool,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what is put every object is the last one once; readers see the first head whole until the second is there."""
@@ -278,7 +278,8 @@ push(Path(sys.argv[1]), sys.argv[2], take_over=sys.argv[3] == "True")
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-@pytest.mark.parametrize("at", ["/zarr.json", "/c/0/0/0", f"/{INDEX}", ".sqlite.gz", ".conditions", ".json", HEAD])
+@pytest.mark.parametrize("at", [HEAD, f"/{INDEX}", *(pytest.param(at, marks=pytest.mark.soak) for at in (
+    "/zarr.json", "/c/0/0/0", ".sqlite.gz", ".conditions", ".json"))])
 def test_a_push_that_is_killed_at_a_step_is_taken_up(store: Path, tmp_path: Path, s3: FaultProxy, at: str,
                                                      arrives: bool) -> None:
     """kill -9 while an object is on its way, which arrives all the same or does not; ``.json``: a retired head."""
