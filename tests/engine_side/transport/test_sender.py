@@ -236,6 +236,12 @@ def test_waiting_is_counted_by_who_has_to_make_room(writer: WriterProcess) -> No
     assert step.is_alive()
     os.kill(writer.process.pid, signal.SIGCONT)
     step.join(60.0)
+
+    def told_to_the_sender() -> bool:
+        tapped.recorder.flush()  # waits for a sender that has no room, but not for long
+        return bool(tapped.sender._recorder_counters == counters)
+
+    assert until(told_to_the_sender, 30.0)
     tapped.close(timeout_s=60.0)
     assert counters.waits > 0 and counters.waited_copies_seconds == 0
     (told,) = (found for line in writer.stop().splitlines() if (found := line_times_of(line)) is not None)
