@@ -47,12 +47,12 @@ class EpochPlan:
         count = len(units) - 1
         order = np.random.default_rng([self.seed, epoch]).permutation(count) if self.shuffle else np.arange(count)
         part, parts = self.rank * workers + worker, self.world * workers
-        found: I64 = order[part::parts].astype(np.int64)
-        if int(units[-1]) >= 2 * BLOCK_ROWS * parts:
+        rows, mine = int(units[-1]), slice(part, None, parts)
+        if rows >= 2 * BLOCK_ROWS * parts:
             # Units differ in size: each part has as many rows as the others, but for those of a unit.
             ends = np.cumsum(np.diff(units)[order])
-            begin, end = np.searchsorted(ends, [int(units[-1]) * each // parts for each in (part, part + 1)], "right")
-            found = order[begin:end].astype(np.int64)
+            mine = slice(*np.searchsorted(ends, [rows * each // parts for each in (part, part + 1)], "right").tolist())
+        found: I64 = order[mine].astype(np.int64)
         return found
 
     def slots(self, count: int, epoch: int, worker: int, workers: int, window: int) -> I64:

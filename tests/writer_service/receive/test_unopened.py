@@ -22,16 +22,29 @@ def tell(ranks: LivingRanks, waiting: int) -> None:
     ranks.tap = TapState(TapCounters(), 1 << 20, 0, waiting)
 
 
+def join(ranks: LivingRanks, capture: str) -> None:
+    """All that the second rank sends of a capture."""
+    ranks.all[1].join(capture)
+    ranks.all[1].rows(capture, 1, "q", range(3), 1)
+    ranks.all[1].part_finish(capture)
+    ranks.all[1].wait()
+
+
+def begin_and_end(ranks: LivingRanks, capture: str) -> None:
+    """All that the leader sends of it."""
+    ranks.leader.open(capture, 3, {"q": LAYERS})
+    ranks.leader.rows(capture, 1, "q", range(3), 1)
+    ranks.leader.finish(capture, 3, 1)
+    ranks.leader.wait()
+
+
 @pytest.mark.parametrize("how", ["it did not take it", "it ended", "it is silent"])
 def test_a_capture_that_its_leader_never_opened_fails(tmp_path: Path, how: str) -> None:
     store, capture = tmp_path / "store", new_ulid()
     with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader, \
             LivingRanks(writer.endpoint, RANKS) as ranks:
         with ranks.lock:
-            ranks.all[1].join(capture)
-            ranks.all[1].rows(capture, 1, "q", range(3), 1)
-            ranks.all[1].part_finish(capture)
-            ranks.all[1].wait()
+            join(ranks, capture)
             if how == "it ended":
                 ranks.leader.bye()
                 ranks.dead.add(ranks.leader)
@@ -55,10 +68,7 @@ def test_a_leader_that_greets_again_has_not_said_yet_what_waits(tmp_path: Path) 
         with ranks.lock:
             ranks.leader.socket.send(encode(Ping(TapState(TapCounters(), 1 << 20, 0, 0))))
             ranks.dead.add(ranks.leader)  # from now on it greets, and no more
-            ranks.all[1].join(capture)
-            ranks.all[1].rows(capture, 1, "q", range(3), 1)
-            ranks.all[1].part_finish(capture)
-            ranks.all[1].wait()
+            join(ranks, capture)
 
         def failed_meanwhile() -> bool:
             with ranks.lock:
@@ -68,10 +78,7 @@ def test_a_leader_that_greets_again_has_not_said_yet_what_waits(tmp_path: Path) 
         assert until(lambda: reader.capture(capture).status == "pending")
         assert not until(failed_meanwhile, 5 * LOST_S)
         with ranks.lock:
-            ranks.leader.open(capture, 3, {"q": LAYERS})
-            ranks.leader.rows(capture, 1, "q", range(3), 1)
-            ranks.leader.finish(capture, 3, 1)
-            ranks.leader.wait()
+            begin_and_end(ranks, capture)
             ranks.dead.remove(ranks.leader)
         assert until(lambda: reader.capture(capture).status == "complete", 60)
     assert_consistent(store)
@@ -83,16 +90,10 @@ def test_what_waits_at_the_leader_may_still_open_it(tmp_path: Path) -> None:
     with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader, \
             LivingRanks(writer.endpoint, RANKS) as ranks:
         with ranks.lock:
-            ranks.all[1].join(capture)
-            ranks.all[1].rows(capture, 1, "q", range(3), 1)
-            ranks.all[1].part_finish(capture)
-            ranks.all[1].wait()
+            join(ranks, capture)
         tell(ranks, 4)
         assert not until(lambda: reader.capture(capture).status == "failed", 5 * LOST_S)
         with ranks.lock:
-            ranks.leader.open(capture, 3, {"q": LAYERS})
-            ranks.leader.rows(capture, 1, "q", range(3), 1)
-            ranks.leader.finish(capture, 3, 1)
-            ranks.leader.wait()
+            begin_and_end(ranks, capture)
         assert until(lambda: reader.capture(capture).status == "complete", 60)
     assert_consistent(store)
