@@ -11,7 +11,7 @@ from engine_side.seams.kept.keys_values import heads_of
 from schemas.errors import StartError
 from schemas.read.reader import StoreReader
 from tests.engine.edits.test_fidelity_kv import MADE, PROMPTS, running
-from tests.support.engines.engines import DTYPE, ON_GPU
+from tests.support.engines.engines import AMX, DTYPE, ON_GPU
 from tests.support.models.families import family_model
 from vllm_tap.fidelity.job import FidelityJob
 from vllm_tap.fidelity.kv.job import KVJob, study
@@ -32,7 +32,7 @@ def test_controls_behave_on_soft_caps_and_windows_on_experts_and_in_16_bits(fami
 
 
 def test_a_cache_without_keys_and_values_is_refused_by_name(reader: StoreReader) -> None:
-    with running(reader, family_model("deepseek_v3", DTYPE)) as bench, pytest.raises(
+    with running(reader, family_model("deepseek_v3", dtype := "bfloat16" if AMX else DTYPE), dtype) as bench, pytest.raises(
             StartError, match=r"keys and values of model.layers.0.* cannot be changed on their way into the cache: it "
                               r"is of the kind MLAAttention, whose cache has no keys and values"):
         heads_of(bench.engine)
