@@ -32,7 +32,8 @@ def test_controls_behave_on_soft_caps_and_windows_on_experts_and_in_16_bits(fami
 
 
 def test_a_cache_without_keys_and_values_is_refused_by_name(reader: StoreReader) -> None:
-    with running(reader, family_model("deepseek_v3", dtype := "bfloat16" if AMX else DTYPE), dtype) as bench, pytest.raises(
+    dtype = "bfloat16" if AMX else DTYPE
+    with running(reader, family_model("deepseek_v3", dtype), dtype) as bench, pytest.raises(
             StartError, match=r"keys and values of model.layers.0.* cannot be changed on their way into the cache: it "
                               r"is of the kind MLAAttention, whose cache has no keys and values"):
         heads_of(bench.engine)
