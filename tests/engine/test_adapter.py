@@ -27,8 +27,6 @@ from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 from vllm_tap.client.listing import Filters
 
-pytestmark = pytest.mark.timeout(600)
-
 # With adapters vLLM runs experts by kernels in Triton alone: its build for CPUs does not start a mixture so.
 THERE = [family for family, sites in SITES.items() if family not in UNLISTED and (ON_GPU or "experts" not in sites)]
 NAMES = ("", "songs of the sea", "songs of the hills", "songs of the moors")  # of adapters, "" of none

@@ -31,8 +31,6 @@ from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 from tests.support.pages import parity_page
 
-pytestmark = pytest.mark.timeout(600)
-
 HEADS = ("q", "k", "v", "q_rot", "k_rot", "z")
 LLAMA = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", *HEADS, "embed", "final_norm")
 SITES: dict[str, tuple[str, ...]] = {

@@ -25,7 +25,6 @@ from tests.support.store_helpers import ROOT
 
 PYTHON = os.environ.get("TAP_LENS_PYTHON")
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not PYTHON, reason="needs TransformerLens in an environment of its own: make lens"),
 ]
 

@@ -23,7 +23,7 @@ from tests.support.models.quantized import quantized_model
 from tests.support.models.reference import Reference
 from vllm_tap.tiny_model import HIDDEN
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="held against float32")]
 
 # In int8 a number between two codes may fall to either, and what follows with it; bfloat16 has three digits.
 QUANTIZED = [pytest.param("int8", *(("bfloat16", 0.2) if AMX else ("float32", 0.1)), id="int8"),

@@ -39,7 +39,6 @@ from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 
 HIDDEN = COMMON["hidden_size"]
-pytestmark = pytest.mark.timeout(300)
 BAR = 0.05 if ON_GPU else 1e-5  # of a row's length: bfloat16 with graphs there
 
 FAMILIES = os.environ.get("TAP_FAMILIES", "qwen3,opt").replace("all", ",".join(KNOWN)).split(",")

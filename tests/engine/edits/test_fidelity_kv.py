@@ -30,7 +30,7 @@ from vllm_tap.fidelity.reports.report import Report, lines_of, load_report
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished
 from vllm_tap.fidelity.texts import Corpus
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 PROMPTS, TOKENS, CONTEXT = 6, 24, 12
 CODECS = ("kv8", "k8v4", "kv4", "kv4-pooled", "pca4")

@@ -16,7 +16,7 @@ from tests.support.models.families import family_model
 from vllm_tap.fidelity.job import FidelityJob
 from vllm_tap.fidelity.kv.job import KVJob, study
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gemma2", DTYPE), ("mixtral", DTYPE), ("qwen3", "bfloat16")])
