@@ -21,6 +21,7 @@ class Unlisted:
 
     ``images``: whether it takes images too; then ``says`` is of the whole and tests/support/models/imaged.py has more.
 
+    ``vision``: whether vLLM's file of the family has its class for images too, and imports what that needs.
     ``says``: what Hugging Face's class is given. ``written``: what vLLM reads besides, put into the model's
     config.json. ``reads``: what the reference is told otherwise (that the head is the
     embedding, where vLLM takes no other). ``attention`` and ``mlp``: the module of Hugging
@@ -32,7 +33,7 @@ class Unlisted:
     or returns scores of ("scored"), the queries or keys of all its heads ("query", "key"), or the rotated part of the
     keys that they share ("shared key"). ``halves``: whether Hugging Face keeps the two numbers of a rotated pair half a
     row apart, where vLLM leaves them side by side. ``grouped``: whether the router's choice is not that of the largest
-    logits, since it goes by groups or by a bias.
+    logits, since it goes by groups or by a bias. ``mixed``: whether an expert of a smaller logit may weigh more.
     ``scale``: by what the embedding module that vLLM runs multiplies the rows of its table.
     ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
     ``dtype``: the model's, where a kernel of vLLM's CPU build knows no other; a row's error is then over its length or
@@ -53,6 +54,7 @@ class Unlisted:
     more: dict[str, tuple[str, str]] = field(default_factory=dict)
     halves: bool = False
     grouped: bool = False
+    mixed: bool = False
     scale: float = 1.0
     between: bool = True
     lacks: str = ""
@@ -66,6 +68,7 @@ class Unlisted:
     why: str = ""
     dtype: str = ""
     images: bool = False
+    vision: bool = False
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -146,6 +149,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                       more=_routed(router="router"), grouped=True),
     "apertus": Unlisted(COMMON, tolerance=1e-2, why="vLLM keeps the factors of its activation in bfloat16"),
     "arcee": Unlisted(COMMON, **_APART),
+    "bitnet": Unlisted(COMMON, **_APART),
     "bloom": Unlisted({"vocab_size": 512, "hidden_size": 128, "n_layer": 3, "n_head": 4, "initializer_range": 0.1,
                        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
                       attention=("self_attention.dense",), mlp=("mlp.dense_4h_to_h",), tolerance=1e-3,
@@ -194,7 +198,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "gpt2": Unlisted(_SMALL),
     "gpt_bigcode": Unlisted(_SMALL, **_APART),
     "gpt_oss": Unlisted({**COMMON, **HEADS, **_MOE, "sliding_window": 64, "layer_types": _THREE},
-                        more=_routed(router="router")),
+                        more=_routed(router="router"), mixed=True),
     "gptj": Unlisted({**_SMALL, "rotary_dim": 16}, **_PARALLEL),
     "granite": Unlisted({**COMMON, **_GRANITE}, factor=0.22, more=_PROJECTIONS),
     "granite_swa": Unlisted({**COMMON, **_GRANITE, "sliding_window": 64, "layer_types": _LAST}, factor=0.22,
@@ -260,9 +264,12 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "mellum": Unlisted({**COMMON, **HEADS, **_MOE, "moe_intermediate_size": 96, "sliding_window": 64,
                         "mlp_layer_types": ["sparse"] * 3}, more=_routed(), **_APART),
     "minicpm3": Unlisted({**COMMON, "num_key_value_heads": 4, "q_lora_rank": 48, "kv_lora_rank": 64,
-                          "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}),
-    "minimax_m2": Unlisted({**COMMON, **HEADS, **_MOE, "rotary_dim": 16}, {"scoring_func": "sigmoid"}, more=_routed(),
-                           grouped=True),
+                          "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+                          "scale_depth": 1.4}, factor=1.4 / 3**0.5),
+    "minimax_m2": Unlisted({**COMMON, **HEADS, **_MOE, "num_experts_per_tok": 1, "rotary_dim": 16},
+                           {"use_routing_bias": True, "scoring_func": "softmax"}, more=_routed(),
+                           zero="e_score_correction_bias", because="this router of vLLM's CPU build knows softmax "
+                           "alone and no bias, so a token goes to one expert, whose weight is 1 by either"),
     "mimo_v2_flash": Unlisted(
         {**COMMON, **HEADS, "v_head_dim": 32, "sliding_window": 64, "n_routed_experts": 8, "num_experts_per_tok": 2,
          "layer_types": _LAST, "mlp_layer_types": ["dense", "sparse", "sparse"], "moe_intermediate_size": 96,
@@ -273,7 +280,9 @@ UNLISTED: Final[dict[str, Unlisted]] = {
          "swa_head_dim": 32, "swa_v_head_dim": 32, "swa_rope_theta": 1e4, "sliding_window_size": 64,
          "layernorm_epsilon": 1e-5, "moe_layer_freq": [0, 1, 1], "scoring_func": "sigmoid", "topk_method": "noaux_tc",
          "add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}, more=_routed(), grouped=True),
+    "ministral": Unlisted({**COMMON, **HEADS, "sliding_window": 64}, **_APART),
     "ministral3": Unlisted({**COMMON, **HEADS}),
+    "nanochat": Unlisted(COMMON, **_APART),
     "nemotron": Unlisted({**COMMON, **HEADS, "partial_rotary_factor": 0.5}),
     "nemotron_h": Unlisted({**COMMON, **HEADS, "num_hidden_layers": 4, "hybrid_override_pattern": "M-*-",
                             "mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1,
@@ -288,17 +297,20 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "olmoe": Unlisted({**COMMON, **_EIGHT}, more=_routed()),
     "phi": Unlisted(COMMON, **_PARALLEL, **_APART),
     "phimoe": Unlisted({**COMMON, **_MOE, "lm_head_bias": True, "attention_bias": True},
-                       {"architectures": ["PhiMoEForCausalLM"]}, more=_routed(router="router")),
+                       {"architectures": ["PhiMoEForCausalLM"]}, more=_routed(router="router"), mixed=True),
     "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
                           more=_routed()),
     "qwen3_next": Unlisted({**COMMON, **HEADS, **_DELTA, **_ALL_CHOSEN, "decoder_sparse_step": 1}, **_BFLOAT16,
                            **_STATE, more={"router_logits": ("mlp.gate", "out")}),
-    "qwen3_5_text": Unlisted({**COMMON, **HEADS, **_DELTA}, **_BFLOAT16, **_STATE,
+    "qwen3_5_text": Unlisted({**COMMON, **HEADS, **_DELTA}, **_BFLOAT16, **_STATE, vision=True,
                              more={"mlp_post": ("mlp.down_proj", "in")}),
     "qwen3_5_moe_text": Unlisted({**_without("intermediate_size"), **HEADS, **_DELTA, **_ALL_CHOSEN}, **_BFLOAT16,
-                                 **_STATE, more={"router_logits": ("mlp.gate", "out")}),
+                                 **_STATE, vision=True, more={"router_logits": ("mlp.gate", "out")}),
     "seed_oss": Unlisted({**COMMON, **HEADS}, **_APART),
     "smollm3": Unlisted(COMMON, **_APART),
+    "solar_open": Unlisted({**_without("intermediate_size"), **HEADS, "n_routed_experts": 8, "num_experts_per_tok": 2,
+                            "n_shared_experts": 1, "moe_intermediate_size": 96, "n_group": 1, "topk_group": 1},
+                           more=_routed(), grouped=True, **_APART),
     "stablelm": Unlisted(COMMON),
     "starcoder2": Unlisted(COMMON, **_APART),
     "vaultgemma": Unlisted({**COMMON, **HEADS, "query_pre_attn_scalar": 32, "sliding_window": 64,
