@@ -46,12 +46,21 @@ def _longer(model: Any) -> None:
     model.model.layers[1].register_forward_hook(lambda _block, _given, result: (1.01 * result[0], *result[1:]))
 
 
+def _raises(model: Any) -> None:
+    """Block 1 ends in mid-step, before its MLP is summed: as where memory is short on one rank."""
+    def hook(_mlp: nn.Module, _given: Any) -> None:
+        raise MemoryError("no room for the MLP")
+
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(hook)
+
+
 def _copied(result: Any) -> Any:
     return result.clone() if isinstance(result, torch.Tensor) else tuple(one.clone() for one in result)
 
 
 DAMAGES: Final[dict[str, Callable[[Any], None]]] = {
-    "no number": _no_number, "another factor": _another_factor, "stale": _stale, "longer": _longer}
+    "no number": _no_number, "another factor": _another_factor, "stale": _stale, "longer": _longer,
+    "raises": _raises}
 
 
 @register_model_loader("damaged")
@@ -70,7 +79,7 @@ class DamagedLoader(DefaultModelLoader):
             DAMAGES[self.said["damage"]](model)
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Load, and then wait for the other rank: vLLM ends it as soon as this one has failed."""
+        """Load, and then wait for the other rank if it can come: vLLM ends it as soon as this one has failed."""
         said = "it was loaded"
         try:
             return super().load_model(*args, **kwargs)
@@ -81,7 +90,8 @@ class DamagedLoader(DefaultModelLoader):
             folder = Path(self.said["folder"])
             (folder / f"writing {get_tp_group().rank_in_group}").write_text(said)
             (folder / f"writing {get_tp_group().rank_in_group}").rename(folder / str(get_tp_group().rank_in_group))
-            until(lambda: all((folder / str(rank)).exists() for rank in range(2)), 90)
+            if self.said["damage"] != "raises":
+                until(lambda: all((folder / str(rank)).exists() for rank in range(2)), 90)
 
 
 class Registers:

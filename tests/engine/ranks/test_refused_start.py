@@ -39,6 +39,24 @@ def streams(store: Store) -> int:
 def test_a_rank_that_refuses_ends_the_start_of_both(
     family: str, damage: str, rank: int, said: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    not_started(family, damage, rank, store, tmp_path, monkeypatch)
+    own, other = ((tmp_path / str(which)).read_text() for which in (rank, 1 - rank))
+    assert re.search(said, own) and other == f"{own} (reported by tensor-parallel rank {rank})", (own, other)
+
+
+@pytest.mark.parametrize(("family", "rank"), [("granite", 1), ("qwen3", 0)])
+def test_a_rank_that_fails_in_mid_step_does_not_wait_for_those_that_wait_for_it(
+    family: str, rank: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    not_started(family, "raises", rank, store, tmp_path, monkeypatch)
+    own = (tmp_path / str(rank)).read_text()
+    assert re.search(r"MemoryError\('no room for the MLP'\) \(the other ranks did not come", own), own
+    assert not (tmp_path / str(1 - rank)).exists(), "it came out of the step"
+
+
+def not_started(family: str, damage: str, rank: int, store: Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+                ) -> None:
+    """An engine on two ranks, one of which has a damage: it does not start, and none of its processes is left."""
     from vllm import LLM
 
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -46,8 +64,6 @@ def test_a_rank_that_refuses_ends_the_start_of_both(
     before, processes = streams(store), set(descendants(os.getpid()))
     with in_this_process(False), pytest.raises(Exception, match="initialization failed"):
         LLM(str(family_model(family, DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
-            seed=0, block_size=32, tensor_parallel_size=2, **damaged(damage, rank, tmp_path), **SHARED)
+            seed=0, block_size=32, tensor_parallel_size=2, **damaged(damage, rank, folder), **SHARED)
     assert until(lambda: not any(runs(pid) for pid in set(descendants(os.getpid())) - processes), 60)
-    own, other = ((tmp_path / str(which)).read_text() for which in (rank, 1 - rank))
-    assert re.search(said, own) and other == f"{own} (reported by tensor-parallel rank {rank})", (own, other)
     assert streams(store) == before, "a rank joined"
