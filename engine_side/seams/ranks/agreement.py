@@ -13,10 +13,10 @@ import torch
 
 from schemas.errors import StartError
 
-__all__ = ["Alone", "all_together", "of_shares", "of_stages", "the_same", "together"]
+__all__ = ["Alone", "all_here", "all_together", "of_shares", "of_stages", "the_same", "together"]
 
 T = TypeVar("T")
-LATE_S: Final = 60  # a rank with an error waits so long for others that began with it: they may wait for it in a step
+LATE_S: Final = 60  # that a rank with an error waits for the others: they may wait for it in a step
 
 
 class Alone(StartError):
@@ -36,6 +36,12 @@ def of_stages(said: T) -> list[T]:
 def the_same(text: str) -> str:
     """What the first rank says, on every rank."""
     return of_shares(of_stages(text)[0])[0]
+
+
+def all_here() -> None:
+    """Wait until every rank is here: they load at speeds of their own."""
+    _meet("get_pp_group")
+    _meet("get_tp_group")
 
 
 def together() -> AbstractContextManager[None]:
@@ -60,7 +66,6 @@ def _agreed(group_of: str, who: str) -> Iterator[None]:
     others do not come: this rank's end is then what ends them.
     """
     error: Exception | None = None
-    _meet(group_of)
     try:
         yield
     except Alone:
