@@ -88,9 +88,13 @@ def _agreed(group_of: str, who: str) -> Iterator[None]:
 
 
 def _meet(group_of: str, within: timedelta | None = None) -> None:
-    """Wait until all of a group are here; RuntimeError where they are not within that time, by default half an hour."""
+    """Wait until all of a group are here; RuntimeError where they are not within that time, by default half an hour.
+
+    Not by ``monitored_barrier``, in which all but the first wait for the first as long as it takes.
+    """
     if (group := _group(group_of)) is not None:
-        torch.distributed.monitored_barrier(group.cpu_group, timeout=within)
+        here: Any = torch.distributed.barrier(group.cpu_group, async_op=True)
+        here.wait(*(() if within is None else (within,)))
 
 
 def _told(said: T, group_of: str) -> list[T]:
