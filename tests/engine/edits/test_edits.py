@@ -489,7 +489,7 @@ def unsalted(engine: Engine) -> Any:
 
 
 UNTABLED = ["gpt2", "granite", "mamba2"] if os.environ.get("TAP_FAMILIES") is None else [
-    name for name, unlisted in UNLISTED.items() if unlisted.here]
+    name for name, unlisted in UNLISTED.items() if unlisted.here and not unlisted.dtype]
 
 
 LAYER = {("nemotron_h", "attn_out"): 2}  # where it is not 1: of a site that layer 1 lacks
