@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from schemas.attended import Attention, AttentionAsked, LackingRows, attend, reading
-from schemas.bucket.places import Place, is_url
+from schemas.bucket.places import Stores, is_url, shown_places
 from schemas.bucket.reader import AnyReader, OneReader, open_reader
 from schemas.bucket.several import SeveralReader
 from schemas.errors import ArgumentError, NotFoundError, StoreError
@@ -41,12 +41,11 @@ class Store:
         ...         print(row.id, store[row.id]["resid_post", 12].shape)
     """
 
-    def __init__(self, path: Place | Sequence[Place], wait_s: float = 10.0, cache: str | Path | None = None,
+    def __init__(self, path: Stores, wait_s: float = 10.0, cache: str | Path | None = None,
                  cache_bytes: int | None = None) -> None:
         self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes)
         self.reader: AnyReader = open_reader(path, cache, cache_bytes)
-        self.path: str | Path = ", ".join(map(str, path)) if not isinstance(path, str | Path) else (
-            path if is_url(path) else Path(path))
+        self.path: str | Path = Path(path) if isinstance(path, str | Path) and not is_url(path) else shown_places(path)
 
     def __enter__(self) -> Store:
         return self
@@ -189,7 +188,7 @@ class Store:
         return None if found is None else found.read()[span]
 
     @property
-    def opened(self) -> tuple[Place | Sequence[Place], str | Path | None, int | None]:
+    def opened(self) -> tuple[Stores, str | Path | None, int | None]:
         """The folders or URLs, the cache and its bytes as they were given."""
         path, _, cache, cache_bytes = self._opened
         return path, cache, cache_bytes
@@ -210,7 +209,7 @@ def folder_of(store: str | Path | Store) -> Path:
     return path
 
 
-def open_store(path: Place | Sequence[Place], cache: str | Path | None = None, cache_bytes: int | None = None
+def open_store(path: Stores, cache: str | Path | None = None, cache_bytes: int | None = None
                ) -> Store:
     """The store at ``path``, read-only; StoreError where there is none.
 

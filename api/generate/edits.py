@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -67,7 +66,7 @@ def edits_text(asked: Asked, reader: AnyReader, owner: str, engine: EngineInfo) 
     EditError for what cannot be had, LimitError where it is too much, ApiError 404 for a capture or rows that are not
     there, or not the caller's.
     """
-    vectors = StoredVectors(Path(reader.path))
+    vectors = StoredVectors(reader.path)
     made: list[dict[str, Any]] = []
     for number, (spec, sent) in enumerate(asked):
         _check_bytes(sum(len(each[name]["base64"]) for each in made for name in ("vector", "rows")

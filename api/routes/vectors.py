@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -104,7 +103,7 @@ async def delete(request: Request, name: Name) -> Response:
 async def _stored(request: Request, call: Callable[[StoredVectors, str], T]) -> T:
     """``call`` with the store's vectors and the caller, in a thread; StoreError where there is no store yet."""
     owner = owner_of(request)
-    return await service_of(request).read(lambda reader: call(StoredVectors(Path(reader.path)), owner))
+    return await service_of(request).read(lambda reader: call(StoredVectors(reader.path), owner))
 
 
 def _registered(engine: EngineInfo | None) -> list[str]:

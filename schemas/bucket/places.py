@@ -12,10 +12,11 @@ from schemas.errors import ArgumentError, BucketError, LimitError, NoHeadError
 from schemas.objects.layout import CATALOGS, HEAD, RETIRED
 from schemas.objects.objects import Objects
 
-__all__ = ["Place", "check_places", "every_store", "folders_below", "holds_stores", "is_url", "lost_its_head",
-           "prefix_of"]
+__all__ = ["Place", "Stores", "check_places", "every_store", "folders_below", "holds_stores", "is_url", "lost_its_head",
+           "prefix_of", "shown_places"]
 
 Place = str | Path
+Stores = Place | Sequence[Place]  # one, or several that are read as one
 _EVERY = "/*"
 
 
@@ -32,6 +33,11 @@ def every_store(url: str) -> str:
 def prefix_of(place: Place) -> str | None:
     """The prefix below which a place names all stores; None of one store."""
     return str(place).removesuffix(_EVERY) if is_url(place) and str(place).endswith(_EVERY) else None
+
+
+def shown_places(places: Stores) -> str:
+    """Places in words."""
+    return str(places) if isinstance(places, str | Path) else ", ".join(map(str, places))
 
 
 def check_places(places: Sequence[Place]) -> None:

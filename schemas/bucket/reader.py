@@ -10,13 +10,12 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from schemas import limits
-from schemas.bucket.places import Place, is_url
+from schemas.bucket.places import Stores, is_url
 from schemas.bucket.segments import BucketSegments
 from schemas.bucket.several import SeveralReader
 from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, matches, read_blocks
@@ -120,7 +119,7 @@ OneReader = StoreReader | BucketReader  # of a store in a folder, or in a bucket
 AnyReader = OneReader | SeveralReader[OneReader]
 
 
-def open_reader(store: Place | Sequence[Place], cache: str | Path | None = None, cache_bytes: int | None = None
+def open_reader(store: Stores, cache: str | Path | None = None, cache_bytes: int | None = None
                 ) -> AnyReader:
     """The store in a folder, or at the URL of a bucket; of several, or of ``URL/*``, all of them as one.
 
@@ -137,7 +136,7 @@ def open_reader(store: Place | Sequence[Place], cache: str | Path | None = None,
     return several.alone or several
 
 
-def several_reader(store: Place | Sequence[Place], cache: str | Path | None = None, cache_bytes: int | None = None,
+def several_reader(store: Stores, cache: str | Path | None = None, cache_bytes: int | None = None,
                    answer_s: float | None = None) -> SeveralReader[OneReader]:
     """Stores that are not looked for yet; what each is opened with."""
 

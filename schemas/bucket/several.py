@@ -10,6 +10,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
 from schemas import limits
@@ -81,9 +82,9 @@ class SeveralReader(Unfollowed, Generic[R]):
         return ", ".join(self._places)
 
     @property
-    def path(self) -> str:
-        """As ``url``."""
-        return self.url
+    def path(self) -> Path:
+        """The same, as errors name what is read."""
+        return Path(self.url)
 
     @property
     def requests(self) -> int:

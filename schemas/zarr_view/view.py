@@ -54,7 +54,7 @@ class HasCaptures(Protocol):
     """A reader of captures: of one store, or of several."""
 
     @property
-    def path(self) -> Path | str:
+    def path(self) -> Path:
         """Where these lie."""
 
     def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
