@@ -10,7 +10,7 @@ from typing import Final
 
 from schemas.attended import Attention, AttentionAsked, LackingRows, attend, reading
 from schemas.bucket.places import Stores, is_url, shown_places
-from schemas.bucket.reader import AnyReader, OneReader, open_reader
+from schemas.bucket.reader import AnyReader, OneReader, open_reader, stores_of
 from schemas.bucket.several import SeveralReader
 from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.manifest import FINAL, Manifest
@@ -88,7 +88,7 @@ class Store:
     @property
     def stores(self) -> list[str]:
         """Where the stores lie that are read: one, or several as one."""
-        return list(self.reader.stores) if isinstance(self.reader, SeveralReader) else [str(self.path)]
+        return stores_of(self.reader, self._opened[0])
 
     def store_of(self, ref: str) -> str:
         """Where the store lies that has a capture."""

@@ -28,7 +28,8 @@ from schemas.objects.objects import Objects
 from schemas.read.reader import StoreReader
 from schemas.read.row_reader import RowReader
 
-__all__ = ["AnyReader", "BucketReader", "OneReader", "open_reader", "several_reader"]
+__all__ = ["AnyReader", "BucketReader", "OneReader", "open_reader", "several_reader", "share_of",
+           "stores_of"]
 
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
 _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
@@ -141,14 +142,25 @@ def several_reader(store: Stores, cache: str | Path | None = None, cache_bytes: 
     """Stores that are not looked for yet; what each is opened with."""
 
     def open_one(place: str, count: int) -> OneReader:
-        share = cache_bytes if count == 1 else max(
-            limits.bucket_cache_bytes_min, (cache_bytes or limits.bucket_cache_bytes) // count)
         kind = BucketReader if is_url(place) else StoreReader
-        return kind(place, cache, share, answer_s)
+        return kind(place, cache, share_of(cache_bytes, count), answer_s)
 
     if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
         raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
     return SeveralReader([store] if isinstance(store, str | Path) else store, open_one, answer_s)
+
+
+def share_of(cache_bytes: int | None, count: int) -> int | None:
+    """Bytes of the cache that each of ``count`` stores may have; None: those by default."""
+    return cache_bytes if count == 1 else max(limits.bucket_cache_bytes_min,
+                                              (cache_bytes or limits.bucket_cache_bytes) // count)
+
+
+def stores_of(reader: AnyReader, places: Stores) -> list[str]:
+    """Where the stores lie that a reader of ``places`` reads."""
+    if isinstance(reader, SeveralReader):
+        return list(reader.stores)
+    return [str(place) for place in ([places] if isinstance(places, str | Path) else places)]
 
 
 def _head(objects: Objects, key: str) -> Head:
