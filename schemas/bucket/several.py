@@ -6,6 +6,7 @@ versions of a catalog, feeds) never leaves the store's own reader; lists are put
 
 from __future__ import annotations
 
+import copy
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from schemas.bucket.unfollowed import Unfollowed
 from schemas.catalog.aliases import no_capture
 from schemas.catalog.filters import CaptureFilter
 from schemas.catalog.records import Drop
-from schemas.errors import ConflictError, LimitError, NoHeadError, NotFoundError, TapError
+from schemas.errors import BucketError, ConflictError, LimitError, NoHeadError, NotFoundError, TapError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest
 from schemas.probes import Probe
@@ -155,10 +156,11 @@ class SeveralReader(Unfollowed, Generic[R]):
         named: dict[str, bool] = {}
         for place in self._places:
             if (prefix := prefix_of(place)) is None:
-                named[place] = False
+                named[place] = False  # it has to be there, also where it is listed too
                 continue
             try:
-                named |= dict.fromkeys(folders_below(prefix, self._answer_s), True)
+                for folder in folders_below(prefix, self._answer_s):
+                    named.setdefault(folder, True)
             except TapError as error:
                 failed[place] = error
         named |= dict.fromkeys(self._stores, False)  # also one that is not listed any more
@@ -243,7 +245,10 @@ class SeveralReader(Unfollowed, Generic[R]):
     def _check_all_are_open(self) -> None:
         for place, error in self.failed.items():
             if place not in self._stores:
-                raise error
+                told = copy.copy(error)  # one that is raised again and again would grow
+                if isinstance(told, BucketError):
+                    told.passing = True  # it is tried again at the next look
+                raise told
 
     # ── captures ────────────────────────────────────────────────────────────────────────────────────────────────
 

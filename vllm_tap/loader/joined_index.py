@@ -117,8 +117,8 @@ def joined(indexes: Sequence[RowIndex]) -> AnyIndex:
                                     "would be counted twice; leave one out with where=…, or delete it there")
     firsts = np.cumsum([0, *(len(part.captures) for part in parts[:-1])])
     order = xxhash.xxh3_64("".join(part.uuid.hex() + part.order for part in parts).encode())
-    capture = [part.capture + np.int32(first) for part, first in zip(parts, firsts, strict=True)]
-    return JoinedIndex(parts, [capture for part in parts for capture in part.captures], np.concatenate(capture),
+    numbers = [part.capture + np.int32(first) for part, first in zip(parts, firsts, strict=True)]
+    return JoinedIndex(parts, [capture for part in parts for capture in part.captures], np.concatenate(numbers),
                        np.concatenate([part.position for part in parts]), order.hexdigest())
 
 
