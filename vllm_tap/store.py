@@ -201,9 +201,9 @@ def _readers(reader: AnyReader) -> list[OneReader]:
     return list(reader.stores.values()) if isinstance(reader, SeveralReader) else [reader]
 
 
-def folder_of(store: str | Path | Store) -> Path:
+def folder_of(store: str | Path) -> Path:
     """The folder of a store; StoreError of one in a bucket."""
-    path = Path(store.path if isinstance(store, Store) else store)
+    path = Path(store)
     if (url := url_of(path)) is not None:
         raise StoreError("open store", url, NOT_A_FOLDER)
     return path

@@ -99,9 +99,8 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     def close(self) -> None:
         """Release files and connections; slices taken before stay valid."""
-        with self._looking:
-            for reader in self._stores.values():
-                reader.close()
+        for reader in self._stores.values():
+            reader.close()
 
     def tidy(self) -> None:
         """As of each store."""

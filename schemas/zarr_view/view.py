@@ -179,8 +179,9 @@ class CaptureView:
 
     def _state(self, site: str, layer: int) -> object:
         group = self._group_of(site, layer)
-        return (_ENCODING, self.capture.id, self.capture.status, site, layer, len(self._axis), group.expected,
-                len(group.rows.positions), group.missing)
+        capture = self.capture
+        return (_ENCODING, capture.id, capture.created_ms, capture.status, site, layer, len(self._axis),
+                group.expected, len(group.rows.positions), group.missing)
 
     def _present(self, site: str, token: slice) -> npt.NDArray[np.bool_]:
         positions = self._positions(token)

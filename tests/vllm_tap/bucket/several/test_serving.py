@@ -119,6 +119,22 @@ def test_heads_and_new_stores_are_followed(nodes: Nodes, pushed: list[str], url:
         assert client.get(f"/v1/captures/{late}").status_code == 200
 
 
+def test_a_tag_is_never_that_of_a_capture_of_the_same_id_elsewhere(nodes: Nodes, tmp_path: Path) -> None:
+    """As of an offline job that was run again: the same id and as many rows, but other ones."""
+    url, twin = (tmp_path / "bucket").as_uri(), nodes.captures["c"][3]
+    fill(tmp_path / "d", [twin], 970, "c", BEGAN_MS + 3000)
+    for name, store in (*nodes.stores.items(), ("d", tmp_path / "d")):
+        push(store, f"{url}/node-{name}")
+    at = f"/v1/captures/{twin}"
+    paths = [f"{at}/activations?site={SITE}&layer=1", f"{at}/zarr/{SITE}/rows/c/0/0/0"]
+    with serving(tmp_path / "one", f"{url}/node-a", *more(tmp_path, f"{url}/node-c")) as client:
+        before = [client.get(path) for path in paths]
+    with serving(tmp_path / "two", f"{url}/node-a", *more(tmp_path, f"{url}/node-d")) as client:
+        for path, answer in zip(paths, before, strict=True):
+            again = client.get(path, headers={"If-None-Match": answer.headers["etag"]})
+            assert (answer.status_code, again.status_code) == (200, 200) and again.content != answer.content, path
+
+
 def test_a_store_that_cannot_be_read_is_503_by_name(nodes: Nodes, s3: FaultProxy, tmp_path: Path) -> None:
     url = f"s3://bucket/{new_ulid()}"
     for name in "ab":
