@@ -138,17 +138,20 @@ class SeveralReader(Unfollowed, Generic[R]):
     def _look_at_all(self, failed: dict[str, TapError]) -> bool:
         named = self._named(failed)
 
-        def look_at(name: str) -> R | bool:
+        def look_at(name: str) -> R | bool | TapError:
             try:
                 return self._look_at(name, named[name], len(named))
             except (TapError, OSError, sqlite3.Error) as error:
-                failed[name] = error if isinstance(error, TapError) else TapError(f"{name}: {error}")
-                return False
+                return error if isinstance(error, TapError) else TapError(f"{name}: {error}")
 
+        new = False
         with ThreadPoolExecutor(_AT_ONCE, "vllm-tap-stores") as pool:
-            found = dict(zip(named, pool.map(look_at, named), strict=True))
-        return any([self._add(name, each, failed) if isinstance(each, RowReader) else each
-                    for name, each in found.items()])
+            for name, found in zip(named, pool.map(look_at, named), strict=True):
+                if isinstance(found, TapError):
+                    failed[name] = found
+                else:
+                    new |= found if isinstance(found, bool) else self._add(name, found, failed)
+        return new
 
     def _named(self, failed: dict[str, TapError]) -> dict[str, bool]:
         """Where stores lie, or, where True, may lie."""

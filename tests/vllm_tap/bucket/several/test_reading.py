@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from schemas.errors import ArgumentError, BucketError, ConflictError, NotFoundEr
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.support.buckets import FaultProxy
-from tests.support.store_helpers import SITE, assert_rows
+from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.vllm_tap.bucket.conftest import erase
 from tests.vllm_tap.bucket.several.conftest import BEGAN_MS, CAPTURES, NODES, Nodes, fill
 from vllm_tap.bucket.push import push
 from vllm_tap.client.listing import Filters
+from vllm_tap.errors import NotComplete
 from vllm_tap.store import Store, open_store
 
 
@@ -170,6 +172,29 @@ def test_what_is_pushed_while_it_is_read_is_seen_after_a_refresh(nodes: Nodes, p
         rest, following = store.reader.page(limit=1000, before=first[-1].id)
         assert [row.id for row in first + rest] == nodes.every and following is None, "pages go on past a push"
         assert store.reader.is_deleted(nodes.captures["b"][6]) and not store.reader.is_deleted(late)
+
+
+def test_a_capture_that_is_being_made_in_a_folder_is_waited_for(nodes: Nodes, places: list[str], cache: Path) -> None:
+    capture, other = new_ulid(), new_ulid()
+    with WriterProcess(nodes.stores["a"]) as writer, Sender(writer.endpoint, engine=engine_info()) as engine:
+        engine.open(capture, prompt_len=8)
+        engine.frame([(capture, 700, range(8))])
+        engine.wait()
+        with open_store(places[::-1]) as store:
+            assert until(lambda: store.manifest(capture).status == "running")
+            with pytest.raises(NotComplete):
+                store.wait([capture], timeout_s=0.2)
+            with ThreadPoolExecutor(2) as pool:
+                waiting = [pool.submit(store.manifest, each, 60.0) for each in (capture, other)]
+                engine.finish(capture, end=8)
+                engine.open(other, prompt_len=8)
+                engine.frame([(other, 701, range(8))])
+                engine.finish(other, end=8)
+                engine.wait()
+                assert [each.result().status for each in waiting] == ["complete"] * 2
+            assert_rows(store.reader.slice(other, SITE, [1]), 701, range(8))
+            assert store.store_of(other) == places[0] and {capture, other} == set(ids(store, limit=2))
+        writer.stop()
 
 
 def test_one_store_that_is_gone_is_named_and_never_a_shorter_list(nodes: Nodes, cache: Path, s3: FaultProxy) -> None:
