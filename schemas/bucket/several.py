@@ -269,10 +269,11 @@ class SeveralReader(Unfollowed, Generic[R]):
                 place := reader.moment_of(before, owner)) is not None), default=None)) is None:
             raise no_capture(before)
         step = min(limit, max(_ROWS_MIN, 2 * limit // len(stores))) if stores else limit
+        scan_max = max(step, limits.captures_scan_max // max(1, len(stores)))
         lists = [_List(reader, below) for reader in stores]
         while True:
             for each in lists:
-                each.read_on(owner, status, step, wanted)
+                each.read_on(owner, status, step, wanted, scan_max)
             seen = max((each.seen for each in lists if each.seen is not None), default=None)  # by all of them
             rows = sorted((row for each in lists for row in each.rows if seen is None or _place(row) >= seen),
                           key=_place, reverse=True)
@@ -404,10 +405,11 @@ class _List(Generic[R]):
         self.seen: ListPlace | None = None
         self.is_due, self.is_cut = True, False  # whether to read on; whether a page ended before its rows were found
 
-    def read_on(self, owner: str | None, status: str | None, limit: int, wanted: CaptureFilter | None) -> None:
+    def read_on(self, owner: str | None, status: str | None, limit: int, wanted: CaptureFilter | None, scan_max: int
+                ) -> None:
         """Read the next lines, where that is due."""
         if self.is_due:
-            rows, self.seen = self._reader.page_below(self._below, owner, status, limit, wanted)
+            rows, self.seen = self._reader.page_below(self._below, owner, status, limit, wanted, scan_max)
             self.rows += rows
             self._below, self.is_cut = self.seen, len(rows) < limit
             self.is_due = False

@@ -164,9 +164,10 @@ class CatalogReader:
 
     def page_below(
         self, below: ListPlace | None, owner: str | None = None, status: str | None = None, limit: int = 100,
-        wanted: CaptureFilter | None = None,
+        wanted: CaptureFilter | None = None, scan_max: int | None = None,
     ) -> tuple[list[CaptureRow], ListPlace | None]:
         """``page`` of what is older than ``below``, and how far it was looked, to the last included; None: to the end.
+        ``scan_max`` in the place of ``limits.captures_scan_max``.
         """
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
@@ -184,7 +185,7 @@ class CatalogReader:
         condition, more = ("", []) if wanted is None else wanted.condition()
         with (self._apart() if condition else self._catalog).moment() as now:
             query = f"SELECT * FROM captures WHERE {' AND '.join(where)} ORDER BY created_ms DESC, id DESC"
-            scan = limits.captures_scan_max if condition or status in ("complete", "empty") else limit
+            scan = (scan_max or limits.captures_scan_max) if condition or status in ("complete", "empty") else limit
             listed = now.db.execute(f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}", [*args, *more])
             found = (capture for capture in map(capture_of, listed) if status in (None, capture.status))
             rows = [_row(now, capture) for capture in islice(found, limit)]

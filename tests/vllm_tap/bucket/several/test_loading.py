@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from schemas.errors import ArgumentError, ConflictError, NotFoundError
 from schemas.ids import new_ulid
 from schemas.limits import bucket_cache_bytes_min
-from tests.support.store_helpers import SITE
+from tests.support.store_helpers import ROOT, SITE
 from tests.vllm_tap.bucket.conftest import erase
 from tests.vllm_tap.bucket.several.conftest import BEGAN_MS, Nodes, fill
 from tests.vllm_tap.bucket.test_loader import assert_equal, batches
@@ -123,6 +124,18 @@ def test_a_push_in_an_epoch(nodes: Nodes, places: list[str]) -> None:
     push(nodes.stores["b"], places[1])
     with pytest.raises(NotFoundError, match=gone):
         list(epoch)
+
+
+def test_the_how_to_runs(nodes: Nodes, url: str) -> None:
+    for name in "bc":
+        push(nodes.stores[name], f"{url}/node-{name}")
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/howto/several-writers.md").read_text(), re.DOTALL)
+    named = block.replace("s3://bucket/captures", url).replace("node-a", "node-b")
+    names: dict[str, Any] = {}
+    exec(compile(named.replace("/disk/captures", str(nodes.stores["a"])), "several-writers.md", "exec"), names)  # noqa: S102
+    assert len(names["store"].stores) == 2 == len(names["some"].stores) and names["data"].rows == 2 * 7 * 8
+    names["store"].close()
+    names["some"].close()
 
 
 def test_what_does_not_go_together_is_named(nodes: Nodes, places: list[str], tmp_path: Path) -> None:

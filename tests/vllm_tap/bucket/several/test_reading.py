@@ -70,8 +70,8 @@ def test_filters_choose_what_they_choose_in_each_store(filters: dict[str, Any], 
 def test_a_page_with_few_goes_on_where_every_store_was_looked_through(
     nodes: Nodes, places: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two captures are examined for a page: those of no store are passed over."""
-    monkeypatch.setattr("schemas.limits.captures_scan_max", 2)
+    """Six captures are examined for a page: those of no store are passed over."""
+    monkeypatch.setattr("schemas.limits.captures_scan_max", 6)
     with open_store(places) as store:
         for status, tags in (("complete", {}), ("complete", {"turn": "0"}), (None, {"node": "c"})):
             found, before, pages = [], None, 0
