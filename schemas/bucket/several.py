@@ -59,6 +59,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         self._places, self._open_one, self._answer_s = [*map(str, places)], open_one, answer_s
         self._stores: dict[str, R] = {}
         self.failed: Mapping[str, TapError] = {}  # by place, why the last look at it failed
+        self._listed = set[str]()  # places below which stores were found once
         self._looking = threading.Lock()
 
     def __enter__(self) -> Self:
@@ -163,6 +164,7 @@ class SeveralReader(Unfollowed, Generic[R]):
             try:
                 for folder in folders_below(prefix, self._answer_s):
                     named.setdefault(folder, True)
+                self._listed.add(place)
             except TapError as error:
                 failed[place] = error
         named |= dict.fromkeys(self._stores, False)  # also one that is not listed any more
@@ -246,7 +248,8 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     def _check_all_are_open(self) -> None:
         for place, error in self.failed.items():
-            if place not in self._stores:
+            is_away = isinstance(error, BucketError) and error.passing and place in self._listed  # it stays as it was
+            if place not in self._stores and not is_away:
                 told = copy.copy(error)  # one that is raised again and again would grow
                 if isinstance(told, BucketError):
                     told.passing = True  # it is tried again at the next look

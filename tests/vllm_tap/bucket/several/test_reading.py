@@ -48,6 +48,28 @@ def test_lists_are_of_all_newest_first_by_every_page_size(nodes: Nodes, places: 
         assert ids(store, limit=5, before=nodes.every[3]) == nodes.every[4:9]
 
 
+def test_lists_where_one_store_has_all_the_newest(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                  ) -> None:
+    """Few lines are taken from each store at a time: more come from those alone that have not shown enough."""
+    newest, oldest = [new_ulid() for _ in range(13)], [new_ulid() for _ in range(3)]
+    fill(tmp_path / "d", newest, 500, began_ms=BEGAN_MS + 100)
+    fill(tmp_path / "e", oldest, 600, began_ms=BEGAN_MS - 100)
+    every = [*newest[::-1], *nodes.every, *oldest[::-1]]
+    with open_store([*nodes.stores.values(), tmp_path / "d", tmp_path / "e"]) as store:
+        for few in (1, 3, 16):
+            monkeypatch.setattr("schemas.bucket.several._ROWS_MIN", few)
+            for size in (1, 2, 5, 9, 14, 20, 36, 37, 100):
+                found, before = list[str](), None
+                while True:
+                    rows, following = store.reader.page(limit=size, before=before)
+                    found += [row.id for row in rows]
+                    if following is None:
+                        break
+                    assert len(rows) == size
+                    before = following
+                assert found == every, (few, size)
+
+
 @pytest.mark.parametrize("filters", [
     {"status": "complete"}, {"status": "failed"}, {"tags": {"node": "b"}}, {"tags": {"turn": "3"}}, {"site": SITE},
     {"model": "tiny"}, {"text": "cmpl-"}, {"since": str(BEGAN_MS + 4)}, {"until": str(BEGAN_MS + 2)},

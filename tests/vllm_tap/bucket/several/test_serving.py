@@ -160,7 +160,11 @@ def test_a_store_that_cannot_be_read_is_503_by_name(nodes: Nodes, s3: FaultProxy
         assert listed(client) == whole, "what is known of it is still served"
         assert code(client.get(f"/v1/captures/{there}/activations?site={SITE}&layer=1")) == (503, "bucket_unavailable")
         assert client.get(f"/v1/captures/{here}/activations?site={SITE}&layer=1").status_code == 200
+        s3.fault = lambda method, path: "503"
+        assert until(lambda: f"list {url}" in client.get("/readyz").json()["checks"]["bucket"], 120)
+        assert listed(client) == whole and client.get("/v1/captures/shared").status_code == 200, "nor can the prefix be"
         s3.fault = lambda method, path: None
+        assert until(lambda: client.get("/readyz").status_code == 200, 120)
     assert "Traceback" not in (tmp_path / "all" / "api.log").read_text()
 
 
