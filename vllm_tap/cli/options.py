@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from schemas.errors import TapError
 from schemas.legacy import MODES
 from schemas.store.paths import NOT_A_FOLDER, url_of
 
-__all__ = ["ActBits", "ActMode", "AnyStore", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys",
+__all__ = ["ActBits", "ActMode", "AnyStores", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys",
            "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors",
            "engine_of", "model_of"]
 
@@ -38,9 +39,14 @@ def _folder(path: Path) -> Path:
 
 Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR", callback=_folder,
                                      help="The folder of captures.")]
-AnyStore = Annotated[str, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
-                                       help="The folder of captures, or the URL of one in a bucket, as s3://BUCKET/"
-                                            "PREFIX.")]
+def _stores() -> list[str]:
+    return [os.environ.get("VLLM_ACT_OUTDIR") or "captures"]  # one, whatever spaces are in it
+
+
+AnyStores = Annotated[list[str], typer.Option(
+    "--store", "--act-outdir", default_factory=_stores, show_default="captures", help="The folder of captures, or the "
+    "URL of one in a bucket, as s3://BUCKET/PREFIX (VLLM_ACT_OUTDIR names it too); s3://BUCKET/PREFIX/* is all one "
+    "level below; repeatable: all are read as one.")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
 RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from schemas.bucket.places import Stores, shown_places
 from schemas.bucket.reader import open_reader
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
@@ -33,7 +34,7 @@ _BLOCK_BYTES: Final = 64 << 20
 _OURS: Final = re.compile(r"data-[0-9]+-of-[0-9]+\.arrow|dataset_info\.json|state\.json")
 
 
-def export_hf(store: str | Path, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
+def export_hf(store: Stores, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
               tags: Mapping[str, str | None], context: int | None = None, force: bool = False,
               progress: ProgressReport = False) -> list[Path]:
     """Writes one capture, or all complete ones with these ``tags``, and returns the folder.
@@ -51,7 +52,8 @@ def export_hf(store: str | Path, ref: str | None, out: Path | None, chosen: Call
     with open_reader(store) as reader:
         refs = [ref] if ref else [row.id for row in Filters("complete", tags).of(reader)][::-1]
         if not refs:
-            raise NotFoundError(f"no complete captures in {store}" + (f" with tags {dict(tags)}" if tags else ""))
+            raise NotFoundError(f"no complete captures in {shown_places(store)}"
+                                + (f" with tags {dict(tags)}" if tags else ""))
         datasets = need("datasets", "--format hf")  # takes seconds: what is refused is refused before
         manifests = map(reader.manifest, refs)
         captures = (ExportRows(reader, manifest, chosen(manifest)) for manifest in manifests)
