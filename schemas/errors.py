@@ -14,6 +14,7 @@
     ├── BucketError          an object store refused, or did not answer; says which object, and what to do
     │   ├── OutrunError      … because another has written the object since it was read
     │   └── FencedError      … because its head is of a later state of the store, or of another folder
+    ├── CatalogError         the Postgres server with a store's catalog refused, or did not answer
     └── StartError           the engine, writer or API cannot start as configured
 """
 
@@ -24,6 +25,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "BucketError",
+    "CatalogError",
     "ConflictError",
     "CorruptError",
     "EditError",
@@ -139,6 +141,14 @@ class BucketError(TapError):
     def __init__(self, op: str, url: str, reason: object, hint: str = "", passing: bool = False) -> None:
         super().__init__(f"{op} {url}: {reason}" + (f" ({hint})" if hint else ""))
         self.op, self.url, self.reason, self.hint, self.passing = op, url, reason, hint, passing
+
+
+class CatalogError(TapError):
+    """What a Postgres server refused, did not answer, or has not; ``where`` names it without user and password."""
+
+    def __init__(self, op: str, where: str, reason: object, hint: str = "") -> None:
+        super().__init__(f"{op} {where}: {reason}" + (f" ({hint})" if hint else ""))
+        self.op, self.where, self.reason, self.hint = op, where, reason, hint
 
 
 class OutrunError(BucketError):

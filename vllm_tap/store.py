@@ -10,7 +10,7 @@ from typing import Final
 
 from schemas import limits
 from schemas.attended import Attention, AttentionAsked, LackingRows, attend, reading
-from schemas.bucket.reader import BucketReader
+from schemas.bucket.reader import BucketReader, Cataloged
 from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow, StoreReader
@@ -41,13 +41,15 @@ class Store:
     """
 
     def __init__(self, path: str | Path, wait_s: float = 10.0, cache: str | Path | None = None,
-                 cache_bytes: int | None = None) -> None:
-        self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes)
+                 cache_bytes: int | None = None, catalog: str | None = None) -> None:
+        self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes, catalog)
         self.reader: StoreReader | BucketReader
         if isinstance(path, str) and "://" in path:
             self.path: str | Path = path
-            self.reader = BucketReader(path, cache, cache_bytes)
+            self.reader = BucketReader(path, cache, cache_bytes, catalog=catalog)
             return
+        if catalog is not None:
+            Cataloged(str(path), catalog)  # refuses
         if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
             raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
         self.path, self.reader = Path(path), StoreReader(path, cache, cache_bytes)
@@ -180,8 +182,13 @@ class Store:
     @property
     def opened(self) -> tuple[str | Path, str | Path | None, int | None]:
         """The folder or URL, the cache and its bytes as they were given."""
-        path, _, cache, cache_bytes = self._opened
+        path, _, cache, cache_bytes, _ = self._opened
         return path, cache, cache_bytes
+
+    @property
+    def catalog(self) -> str | None:
+        """The URL of the Postgres database that has the catalog, where one was given."""
+        return self._opened[-1]
 
     def __reduce__(self) -> tuple[type[Store], tuple[object, ...]]:
         return Store, self._opened  # a worker of dask opens it anew
@@ -195,16 +202,19 @@ def folder_of(store: str | Path | Store) -> Path:
     return path
 
 
-def open_store(path: str | Path, cache: str | Path | None = None, cache_bytes: int | None = None) -> Store:
+def open_store(path: str | Path, cache: str | Path | None = None, cache_bytes: int | None = None,
+               catalog: str | None = None) -> Store:
     """The store at ``path``, read-only; StoreError where there is none.
 
     ``path`` is a folder, or the URL that ``vllm-tap push`` brought a store to: s3://bucket/prefix, and what else
     obstore knows. Then rows are read by ranges through a ``cache`` on a local disk (default: ~/.cache/vllm-tap) of at
     most ``cache_bytes`` (default: 4 GiB); BucketError where the bucket does not answer.
-    Rows of a folder that were evicted to a bucket are read in the same way.
+    Rows of a folder that were evicted to a bucket are read in the same way. ``catalog``: of a store in a bucket, the
+    URL of a Postgres database that ``vllm-tap push --catalog`` brings the catalog to; then none is fetched or kept, and
+    every read is of the last push. CatalogError where it does not answer, or lags behind.
 
     Examples:
         >>> open_store("captures")["chatcmpl-01J…"]["resid_post", 12].shape          # doctest: +SKIP
         (37, 4096)
     """
-    return Store(path, cache=cache, cache_bytes=cache_bytes)
+    return Store(path, cache=cache, cache_bytes=cache_bytes, catalog=catalog)

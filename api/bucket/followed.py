@@ -15,6 +15,7 @@ from api.metrics import BucketMetrics
 from schemas.bucket.reader import BucketReader
 from schemas.errors import BucketError, StartError, TapError
 from schemas.objects.objects import Objects
+from schemas.postgres.connection import Place
 
 __all__ = ["FollowedBucket", "check_bucket"]
 
@@ -61,7 +62,8 @@ class FollowedBucket:
             try:
                 if self._found is None:
                     config = self._config
-                    self._found = BucketReader(config.bucket, config.cache, config.cache_bytes, config.bucket_answer_s)
+                    self._found = BucketReader(config.bucket, config.cache, config.cache_bytes, config.bucket_answer_s,
+                                               catalog=config.catalog or None)
                 else:
                     self._found.refresh()
             except (TapError, OSError, sqlite3.Error) as error:
@@ -81,8 +83,10 @@ class FollowedBucket:
 
     def told(self) -> dict[str, str | int | None]:
         """What capabilities say: the bucket, and which of its heads is read."""
-        told: dict[str, str | int | None] = {"url": self.url, "failed": self.failed or None, "generation": None,
-                                             "push": None, "pushed_ms": None}
+        catalog = self._config.catalog
+        told: dict[str, str | int | None] = {"url": self.url, "catalog": str(Place(catalog)) if catalog else None,
+                                             "failed": self.failed or None, "generation": None, "push": None,
+                                             "pushed_ms": None}
         if self._found is not None:
             head = self._found.head
             told |= {"generation": head.generation, "push": head.push, "pushed_ms": head.pushed_ms}

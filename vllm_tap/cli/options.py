@@ -8,15 +8,16 @@ from typing import Annotated
 
 import typer
 
+from schemas.bucket.reader import Cataloged
 from schemas.checks import Durability, LogFormat, OnFull
 from schemas.codecs import CODECS
 from schemas.errors import TapError
 from schemas.legacy import MODES
 from schemas.store.paths import NOT_A_FOLDER, url_of
 
-__all__ = ["ActBits", "ActMode", "AnyStore", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys",
-           "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors",
-           "engine_of", "model_of"]
+__all__ = ["ActBits", "ActMode", "AnyStore", "Arm", "Catalog", "Durability", "Edit", "EditDepth", "EditRows", "Format",
+           "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK",
+           "Vectors", "engine_of", "model_of", "place_of"]
 
 
 class Format(StrEnum):
@@ -41,6 +42,9 @@ Store = Annotated[Path, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT
 AnyStore = Annotated[str, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR",
                                        help="The folder of captures, or the URL of one in a bucket, as s3://BUCKET/"
                                             "PREFIX.")]
+Catalog = Annotated[str | None, typer.Option(
+    "--catalog", metavar="URL", help="Of a store in a bucket: the Postgres database that has its catalog, "
+                                     "postgresql://USER@HOST/DATABASE.")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
 RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]
@@ -64,6 +68,11 @@ Vectors = Annotated[list[str] | None, typer.Option(
     "--vector", help="Register a vector that edits may name: NAME=FILE (safetensors with one tensor, vector); "
                      "repeatable.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+
+
+def place_of(store: str, catalog: str | None) -> str | Cataloged:
+    """The store of --store and --catalog."""
+    return store if catalog is None else Cataloged(store, catalog)
 
 
 def engine_of(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from schemas.bucket.reader import open_reader
+from schemas.bucket.reader import Source, open_reader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
 from schemas.ids import split_capture_id
@@ -33,7 +32,7 @@ def print_json(*values: object, indent: int = -1) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_captures(store: str | Path, status: str | None, chosen: CaptureFilter, limit: int, before: str | None,
+def print_captures(store: Source, status: str | None, chosen: CaptureFilter, limit: int, before: str | None,
                    as_json: bool) -> None:
     """The captures of a store that pass, newest first."""
     if status is not None and status not in STATUSES:
@@ -59,7 +58,7 @@ def print_captures(store: str | Path, status: str | None, chosen: CaptureFilter,
     console().print(table if rows else f"no captures in {store}" + (" that pass the filters" if narrowed else ""))
 
 
-def print_manifest(store: str | Path, ref: str, as_json: bool) -> None:
+def print_manifest(store: Source, ref: str, as_json: bool) -> None:
     """One capture; every sample of it where ``ref`` names several."""
     with open_reader(store) as reader:
         manifests = [reader.manifest(sample) for sample in reader.samples(ref)]

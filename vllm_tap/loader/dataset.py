@@ -74,7 +74,8 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
 def _in_bucket(store: str | Path | Store) -> InBucket | None:
     """The store in a bucket, None of one in a folder."""
     url, cache, cache_bytes = store.opened if isinstance(store, Store) else (store, None, None)
-    return InBucket(url, cache, cache_bytes) if isinstance(url, str) and "://" in url else None
+    catalog = store.catalog if isinstance(store, Store) else None
+    return InBucket(url, cache, cache_bytes, catalog=catalog) if isinstance(url, str) and "://" in url else None
 
 
 def _process(rank: int | None, world: int | None) -> tuple[int, int]:
