@@ -124,8 +124,11 @@ class _Scan:
         database.execute(f"DECLARE scanned NO SCROLL CURSOR FOR {sql}", parameters)
 
     def __iter__(self) -> Iterator[Any]:
-        while found := self._database.execute(f"FETCH {_SCANNED_ROWS} FROM scanned").fetchall():
+        count = _SCANNED_ROWS
+        while count == _SCANNED_ROWS:
+            found = self._database.execute(f"FETCH {_SCANNED_ROWS} FROM scanned").fetchall()
             yield from found
+            count = len(found)
 
     def close(self) -> None:
         """Take no more."""
@@ -134,14 +137,15 @@ class _Scan:
 
 def escaped(value: Any) -> Any:
     """A parameter or a value of a column, in text without NUL; others as they are."""
-    if isinstance(value, str) and ("\0" in value or _ESCAPE in value):
-        return value.translate(_ESCAPED)
-    return value
+    if not isinstance(value, str):
+        return value
+    text = str(value)  # of an enumeration its value, as SQLite takes it
+    return text.translate(_ESCAPED) if "\0" in text or _ESCAPE in text else text
 
 
 def _plain(value: Any) -> Any:
     """The inverse of ``escaped``."""
-    if isinstance(value, str) and _ESCAPE in value:
+    if type(value) is str and _ESCAPE in value:
         return "".join("\0" if part == _ESCAPE * 2 else _ESCAPE if part[0] == _ESCAPE else part
                        for part in _pieces(value))
     return value
@@ -177,4 +181,4 @@ def _kind(names: tuple[str, ...]) -> type[_Row]:
 
 def _named(cursor: psycopg.Cursor[Any]) -> Any:
     kind = _kind(tuple(column.name for column in cursor.description or ()))
-    return lambda values: kind(_plain(value) for value in values)
+    return lambda values: kind(map(_plain, values))

@@ -28,6 +28,9 @@ from schemas.postgres.layout import VERSION, Table, functions, head_table, index
 __all__ = ["Brought", "PostgresCatalog"]
 
 _KEYS: Final = 10_000  # that are deleted in one statement
+# The server lets go of a push whose host is gone, and a push of another that does not come to its end.
+_LIVELY: Final = """SET LOCAL tcp_keepalives_idle = 15; SET LOCAL tcp_keepalives_interval = 5;
+    SET LOCAL tcp_keepalives_count = 3; SET LOCAL lock_timeout = '15min'"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class PostgresCatalog:
         """
         with closing(self.place.connect(reads=False)) as connection, told("push to", str(self.place)):
             with connection.transaction():
+                connection.execute(_LIVELY)
                 # Whoever waits here sees what the one before has committed.
                 connection.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", (self._schema,))
                 if self._current() != head.push:

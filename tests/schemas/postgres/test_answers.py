@@ -16,14 +16,16 @@ from schemas import limits
 from schemas.bucket.reader import BucketReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import TapError
+from schemas.ids import new_ulid
 from schemas.postgres.connection import escaped
 from schemas.postgres.layout import schema_of, tables
 from schemas.read.reader import StoreReader
 from tests.schemas.postgres.conftest import NAMES, ODD
-from tests.support.postgres import PostgresServer
+from tests.support.pages.readme import blocks
+from tests.support.postgres import PASSWORD, PostgresServer
 from tests.support.store_helpers import SITE
 from tests.vllm_tap.bucket.conftest import Sample
-from tests.vllm_tap.bucket.test_open import answers
+from tests.vllm_tap.bucket.test_open import answers, fill
 from vllm_tap import open_store, rows
 from vllm_tap.bucket.push import push
 from writer_service.tools.compaction import compact
@@ -165,3 +167,29 @@ def test_text_that_postgres_does_not_take_comes_back_as_it_was() -> None:
     from schemas.postgres.connection import _plain
     for text in (*ODD, "\0\U0010ffff\0\0", "\U0010fffe\U0010ffff", ""):
         assert _plain(escaped(text)) == text and "\0" not in escaped(text)
+
+
+def test_the_page(tmp_path: Path, postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks of SQL and Python as they stand, but for names and URLs."""
+    import psycopg
+    page = "docs/howto/postgres.md"
+    made, rights = (block.replace("tap_push", "page_push").replace("tap_read", "page_read").replace("…", PASSWORD)
+                    .replace("DATABASE tap", "DATABASE page") for block in blocks("sql", page))
+    for text, database in ((made, "postgres"), (rights, "page")):
+        for statement in filter(None, map(str.strip, text.split(";"))):
+            postgres.sql(statement, database)
+    store, url = tmp_path / "store", (tmp_path / "bucket").as_uri()
+    fill(store, [new_ulid()], 8, "int8b64")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert push(store, url, catalog=postgres.url("page", "page_push")).catalog
+    space: dict[str, Any] = {}
+    for block in blocks("python", page):
+        text = block.replace("s3://bucket/prefix", url).replace("postgresql://tap_read@db.internal/tap",
+                                                                 postgres.url("page", "page_read"))
+        exec(compile(text, "page", "exec"), space)  # noqa: S102
+    space["store"].close()
+    assert space["found"].values.shape == (1, 8, 1024)
+    for role, table in (("page_read", "CREATE SCHEMA mine"), ("page_read", "CREATE TABLE public.mine (a int)"),
+                        ("reader", "SELECT 1")):
+        with pytest.raises(psycopg.Error, match="permission denied"), psycopg.connect(postgres.url("page", role)) as db:
+            db.execute(table)
