@@ -36,7 +36,7 @@ from schemas.read.row_reader import RowReader
 __all__ = ["AnyReader", "BucketReader", "Cataloged", "Source", "open_reader"]
 
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
-_LOOKS_S: Final = (0, 0.1, 0.4, 1.5)  # waits before looks at a head that a push brings to the catalog a moment later
+_WAITS_S: Final = (0, 0.1, 0.4, 1.5, 0)  # for a catalog in Postgres, which a push brings a moment after the head
 _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
 
 
@@ -81,7 +81,7 @@ class BucketReader(RowReader):
                 _drop_deleted(view.path, self._chunks)
             else:
                 try:
-                    self._follow(view)
+                    self._follow(view, self.head)
                 except BaseException:
                     self.close()
                     raise
@@ -101,7 +101,7 @@ class BucketReader(RowReader):
     def refresh(self) -> bool:
         """Look for a newer head, and see the store as that says from now on; whether there was one."""
         if isinstance(self._catalog, PostgresView):
-            return self._follow(self._catalog)
+            return self._follow(self._catalog, _head(self._objects, self._head_key))
         head = _head(self._objects, self._head_key)
         if head.push == self.head.push:
             return False
@@ -122,24 +122,24 @@ class BucketReader(RowReader):
         self.head = head
         self._maps.close()
 
-    def _follow(self, view: PostgresView) -> bool:
+    def _follow(self, view: PostgresView, head: Head) -> bool:
         """Whether the catalog in Postgres is another than when this was last asked; CatalogError where it is of another
-        push than the bucket's head.
+        push than the bucket's head, which was just read.
         """
-        for wait_s in _LOOKS_S:
-            time.sleep(wait_s)
-            head = _head(self._objects, self._head_key)
+        for wait_s in _WAITS_S:
             if head.store != self.uuid.hex():
                 raise BucketError("refresh", self.url, f"holds another store now, {head.store}", "open it anew")
             with view.moment():  # a push brings it here after the head
-                if self.head.push != head.push:
-                    continue
-            if self._followed == head.push:
+                is_same = self.head.push == head.push
+            if is_same and self._followed == head.push:
                 return False
-            self._followed = head.push
-            with view.moment() as now:
-                _drop_unnamed(now.db, self._place, self._chunks)
-            return True
+            if is_same:
+                self._followed = head.push
+                with view.moment() as now:
+                    _drop_unnamed(now.db, self._place, self._chunks)
+                return True
+            time.sleep(wait_s)
+            head = _head(self._objects, self._head_key)
         raise CatalogError("read", str(view.place), f"its catalog is of push {self.head.push}, generation "
                            f"{self.head.generation}, and the head of {self.url} is generation {head.generation}",
                            f"a push brings it there last: try again in a moment; else {PUSH_IT}")

@@ -168,24 +168,34 @@ def _bring(connection: Any, snapshot: Path, base: Path | None) -> tuple[int, dic
         if base is not None:
             db.execute("ATTACH ? AS base", (str(base),))
         for table in tables():
-            if base is not None:
-                stale = db.execute(_other(table, "base", "main"))
-                while keys := list(islice(stale, _KEYS)):
-                    removed[table.name] += _delete(connection, table, keys)
-            else:  # not TRUNCATE: readers go on with what they see
+            columns = quoted([*table.columns], "a.")
+            if base is None:  # not TRUNCATE: readers go on with what they see
                 removed[table.name] = connection.execute(f"DELETE FROM {table.name}").rowcount
-            rows = db.execute(f"SELECT {quoted([*table.columns])} FROM {table.name}" if base is None else
-                              _other(table, "main", "base", keys_alone=False))
+                rows = db.execute(f"SELECT {columns} FROM {table.name} AS a")
+            else:
+                removed[table.name] = _delete_stale(connection, db, table)
+                rows = db.execute(f"SELECT {columns} FROM fresh JOIN {table.name} AS a ON {_same_key(table, 'fresh')}")
             sent += _copy(connection, table, rows)
     return sent, removed
 
 
-def _other(table: Table, these: str, those: str, keys_alone: bool = True) -> str:
-    """Rows, or the keys of rows, of one snapshot that the other has not, or otherwise."""
-    columns = [*table.columns]
-    equal = " AND ".join(f'a."{name}" = b."{name}"' for name in table.key)
-    return (f"SELECT {quoted([*table.key] if keys_alone else columns, 'a.')} FROM {these}.{table.name} AS a LEFT JOIN "
-            f"{those}.{table.name} AS b ON {equal} WHERE ({quoted(columns, 'a.')}) IS NOT ({quoted(columns, 'b.')})")
+def _same_key(table: Table, other: str) -> str:
+    return " AND ".join(f'a."{name}" = {other}."{name}"' for name in table.key)
+
+
+def _delete_stale(connection: Any, db: sqlite3.Connection, table: Table) -> int:
+    """Remove rows that the snapshot has not, or has otherwise; ``fresh`` are the keys of those that it has so."""
+    name, same, columns = table.name, _same_key(table, "b"), [*table.columns]
+    key, differ = quoted(table.key, "a."), f"({quoted(columns, 'a.')}) IS NOT ({quoted(columns, 'b.')})"
+    db.execute("DROP TABLE IF EXISTS temp.fresh")
+    db.execute(f"CREATE TEMP TABLE fresh AS SELECT {key}, b.{quoted(table.key[:1])} IS NOT NULL AS was "
+               f"FROM main.{name} AS a LEFT JOIN base.{name} AS b ON {same} WHERE {differ}")
+    stale = db.execute(f"SELECT {key} FROM base.{name} AS a WHERE NOT EXISTS (SELECT 1 FROM main.{name} AS b WHERE "
+                       f"{same}) UNION ALL SELECT {quoted(table.key)} FROM fresh WHERE was")
+    removed = 0
+    while keys := list(islice(stale, _KEYS)):
+        removed += _delete(connection, table, keys)
+    return removed
 
 
 def _delete(connection: Any, table: Table, keys: list[tuple[Any, ...]]) -> int:
