@@ -117,7 +117,7 @@ class PostgresDatabase:
 
 
 class _Scan:
-    """Rows of a cursor on the server."""
+    """Rows of a cursor on the server; it ends with its transaction at the latest."""
 
     def __init__(self, database: PostgresDatabase, sql: str, parameters: Sequence[Any]) -> None:
         self._database = database

@@ -159,7 +159,9 @@ class CatalogReader:
                 args += [last.created_ms, last.id]
             query = f"SELECT * FROM captures WHERE {' AND '.join(where)} ORDER BY created_ms DESC, id DESC"
             scan = limits.captures_scan_max if condition or status in ("complete", "empty") else limit
-            listed = view.scan(now, f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}", [*args, *more])
+            asked = f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}"
+            given = [*args, *more]
+            listed = view.scan(now, asked, given) if scan > limit else now.db.execute(asked, given)
             found = (capture for capture in map(capture_of, listed) if status in (None, capture.status))
             taken = list(islice(found, limit))
             listed.close()
