@@ -23,7 +23,7 @@ from typing import Any
 from schemas.bucket.reader import BucketReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.ids import new_ulid
-from tests.support.postgres import postgres_server
+from tests.schemas.postgres.server import postgres_server
 from tests.support.store_helpers import Sender, WriterProcess, engine_info, until
 from vllm_tap.bucket.push import push
 

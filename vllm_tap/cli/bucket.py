@@ -17,6 +17,7 @@ from vllm_tap.cli.options import Store
 if TYPE_CHECKING:
     from vllm_tap.bucket.check import BucketReport
     from vllm_tap.bucket.postgres import Brought
+    from vllm_tap.bucket.push import Pushed
 
 __all__ = ["add", "fsck_bucket"]
 
@@ -63,7 +64,12 @@ def push(
                    take_over, None if local_bytes is None else parse_size(local_bytes, "--local-bytes"), catalog)
     if json:
         print_json(asdict(done))
-        return
+    else:
+        _tell(done, local_bytes is not None)
+
+
+def _tell(done: Pushed, evicts: bool) -> None:
+    """What a push did, in lines."""
     print(f"{done.url}: generation {done.generation}" + ("" if done.changed else ", nothing is new")
           + f"; {done.captures:,} captures in {done.blocks:,} blocks, {done.new_blocks:,} of them new "
           f"({done.new_bytes / 1e9:.3f} GB sent)")
@@ -72,7 +78,7 @@ def push(
     if done.room is not None:
         print(f"{done.room.blocks:,} blocks evicted ({done.room.nbytes / 1e9:.3f} GB); rows take "
               f"{done.room.local_bytes / 1e9:.3f} GB of this disk now")
-    elif local_bytes is not None:
+    elif evicts:
         print("no block evicted: another push of this store runs; the next one evicts", file=sys.stderr)
     if done.left_out:
         print(f"{done.left_out:,} captures are not final, or not all of their rows sealed: they go with a later push",

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.wire.messages import Hold
-from tests.support.postgres import BIN, NO_POSTGRES, PostgresServer, postgres_server
+from tests.schemas.postgres.server import BIN, NO_POSTGRES, PostgresServer, postgres_server
 from tests.support.ranks import Ranks
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from tests.vllm_tap.bucket.conftest import cold, s3, sample, server, store, url
@@ -93,7 +93,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
             def settled() -> bool:  # nothing is to come
                 with StoreReader(store) as reader:
-                    return not list(store.rglob("[0-9]*.open")) and all(
+                    return not list((store / "writers" / "w0" / "journal").glob("*.open")) and all(
                         row.status not in ("pending", "running") for row in reader.captures(limit=1000))
 
             assert until(settled, 60)

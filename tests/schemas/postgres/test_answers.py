@@ -21,8 +21,8 @@ from schemas.postgres.connection import escaped
 from schemas.postgres.layout import schema_of, tables
 from schemas.read.reader import StoreReader
 from tests.schemas.postgres.conftest import NAMES, ODD
+from tests.schemas.postgres.server import PASSWORD, PostgresServer
 from tests.support.pages.readme import blocks
-from tests.support.postgres import PASSWORD, PostgresServer
 from tests.support.store_helpers import SITE
 from tests.vllm_tap.bucket.conftest import Sample
 from tests.vllm_tap.bucket.test_open import answers, fill

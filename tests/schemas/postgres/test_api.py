@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from api.__main__ import main
+from tests.schemas.postgres.server import PASSWORD, PostgresServer
 from tests.schemas.postgres.test_push import name_of
 from tests.support.buckets import FaultProxy
-from tests.support.postgres import PASSWORD, PostgresServer
 from tests.support.store_helpers import SITE, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_api import OFTEN, beside, bucket, code, generation

@@ -15,7 +15,7 @@ from schemas.objects.objects import Objects
 from schemas.postgres.layout import schema_of
 from schemas.read.captures import read_store_uuid
 from schemas.read.reader import StoreReader
-from tests.support.postgres import PostgresServer
+from tests.schemas.postgres.server import PostgresServer
 from tests.support.store_helpers import ROOT, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_open import answers

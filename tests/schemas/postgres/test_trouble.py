@@ -23,8 +23,8 @@ from schemas.postgres.connection import Place
 from schemas.postgres.layout import schema_of
 from schemas.read.captures import read_store_uuid
 from schemas.read.reader import StoreReader
+from tests.schemas.postgres.server import PASSWORD, PostgresServer
 from tests.schemas.postgres.test_push import name_of
-from tests.support.postgres import PASSWORD, PostgresServer
 from tests.support.processes import free_port
 from tests.support.store_helpers import SITE, until
 from tests.vllm_tap.bucket.conftest import Sample, grow
