@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,6 +22,7 @@ SCHEMES: Final = ("postgresql", "postgres")
 _CONNECT: Final = {  # where the URL says nothing else: seconds, and a server that is gone is noticed
     "connect_timeout": "10", "keepalives_idle": "15", "keepalives_interval": "5", "keepalives_count": "3",
     "tcp_user_timeout": "30000", "application_name": "vllm-tap", "client_encoding": "UTF8"}
+_OPTION: Final = re.compile('invalid URI query parameter: "[a-z_]+"')
 _ESCAPE: Final = "\U0010ffff"  # Postgres takes no NUL in text: it is stored as two of these
 _ESCAPED: Final = {0: _ESCAPE * 2, ord(_ESCAPE): _ESCAPE + "\U0010fffe"}
 _SCANNED_ROWS: Final = 200  # that are fetched at a time where most may never be taken
@@ -50,9 +52,15 @@ class Place:
     def connect(self, *, reads: bool) -> psycopg.Connection[Any]:
         """A connection; of one that ``reads`` every transaction is of one moment. CatalogError where there is none."""
         driver = installed()
+        try:
+            given = driver.conninfo.conninfo_to_dict(self.url)
+        except driver.ProgrammingError as error:
+            # It shows a part of the URL, which may be of the password; the name of an option is none.
+            why = _first_line(error) if _OPTION.match(str(error)) else "its URL cannot be read"
+            raise CatalogError("connect to", str(self), why, "valid: postgresql://USER@HOST/DATABASE?sslmode=…; in "
+                               "user and password write '%' as %25") from None
         with told("connect to", str(self), "is the server up, and the URL right? PGPASSWORD or ~/.pgpass may hold "
                   "the password"):
-            given = driver.conninfo.conninfo_to_dict(self.url)
             made: psycopg.Connection[Any] = driver.connect(**{**_CONNECT, **given}, prepare_threshold=None)
         if reads:
             made.isolation_level, made.read_only = driver.IsolationLevel.REPEATABLE_READ, True

@@ -11,10 +11,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from schemas.bucket import segments
 from schemas.bucket.reader import BucketReader, Cataloged, open_reader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError, CatalogError, StoreError, TapError
@@ -27,7 +29,7 @@ from tests.schemas.postgres.server import PASSWORD, PostgresServer
 from tests.schemas.postgres.test_push import name_of
 from tests.support.processes import free_port
 from tests.support.store_helpers import SITE, until
-from tests.vllm_tap.bucket.conftest import Sample, grow
+from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_open import answers
 from vllm_tap import open_store
 from vllm_tap.bucket.push import push
@@ -93,7 +95,9 @@ def test_what_is_in_the_way_is_named(store: Path, tmp_path: Path, catalog: str, 
     for bad, why in ((catalog.replace(PASSWORD, f"{PASSWORD}x"), "password authentication failed"),
                      (catalog.replace(str(postgres.port), str(free_port())), "refused"),
                      (f"{catalog}nosuch", "does not exist"),
-                     (f"{catalog}?nosuch=1", "nosuch"),
+                     (f"{catalog}?nosuch=1", 'invalid URI query parameter: "nosuch"'),
+                     (f"{catalog}?{PASSWORD}", "its URL cannot be read"),
+                     (catalog.replace(PASSWORD, f"{PASSWORD}%zz"), "its URL cannot be read"),
                      (postgres.url("latin"), r"encoding is LATIN1 \(make one with ENCODING 'UTF8'")):
         for call in (lambda bad=bad: BucketReader(url, cache, catalog=bad),
                      lambda bad=bad: push(store, url, catalog=bad)):
@@ -183,3 +187,29 @@ def test_readers_hold_two_connections_and_write_nothing(sample: Sample, store: P
     assert until(lambda: postgres.sql(count) == [(0,)])
     with pytest.raises(StoreError, match="this reader was closed"):
         reader.captures()
+
+
+@pytest.mark.parametrize("how", ["snapshot", "postgres"])
+def test_a_block_that_was_opened_while_the_head_moved_is_opened_anew(
+    sample: Sample, store: Path, tmp_path: Path, catalog: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, long, moved = (tmp_path / "bucket").as_uri(), sample.captures["long"], list[bool]()
+    push(store, url, catalog=catalog)
+    real = segments.open_objects
+
+    def opened(*arguments: Any) -> Any:
+        found = real(*arguments)
+        if not moved:
+            moved.append(True)
+            erase(store, sample.captures["other"])  # rows in the same blocks: they lie elsewhere then
+            push(store, url, catalog=catalog)
+            assert reader.refresh()
+        return found
+
+    with BucketReader(url, tmp_path / "cache", catalog=None if how == "snapshot" else catalog) as reader:
+        monkeypatch.setattr(segments, "open_objects", opened)
+        for _ in range(2):
+            with StoreReader(store) as local:
+                assert reader.slice(long, SITE, [0, 2]).values().tobytes() == local.slice(
+                    long, SITE, [0, 2]).values().tobytes()
+        assert moved
