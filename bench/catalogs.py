@@ -28,8 +28,8 @@ from tests.support.store_helpers import Sender, WriterProcess, engine_info, unti
 from vllm_tap.bucket.push import push
 
 
-def fill(store: Path, captures: int) -> None:
-    """A store of so many captures."""
+def fill(store: Path, captures: int) -> list[str]:
+    """A store of so many captures; the ids of those that were copied."""
     with WriterProcess(store, "--seal-idle-s", "0.1") as writer:
         with Sender(writer.endpoint, engine=engine_info(64, 32)) as engine:
             engine.open(capture := new_ulid(), prompt_len=32)
@@ -38,17 +38,17 @@ def fill(store: Path, captures: int) -> None:
             engine.wait()
             assert until(lambda: list((store / "blocks").glob("*.zarr")), 60)
         writer.stop()
-    copied(store, capture, captures - 1)
+    return copied(store, capture, captures - 1)
 
 
-def copied(store: Path, capture: str, count: int) -> None:
-    """The catalog's rows of a capture under ``count`` other ids."""
+def copied(store: Path, capture: str, count: int) -> list[str]:
+    """The catalog's rows of a capture under ``count`` other ids, which are given back."""
+    made = [new_ulid() for _ in range(count)]
     with closing(sqlite3.connect(store / "catalog.sqlite")) as db:
         db.row_factory = sqlite3.Row
         for table, name in (("captures", "id"), ("extents", "capture")):
-            columns = [row["name"] for row in db.execute(f"PRAGMA table_info({table})")]
             first = dict(db.execute(f"SELECT * FROM {table} WHERE {name} = ?", (capture,)).fetchone())
-            made = ULIDS[store] = ULIDS.get(store) or [new_ulid() for _ in range(count)]
+            columns = [row["name"] for row in db.execute(f"PRAGMA table_info({table})")]  # without what is computed
             names = ", ".join(f'"{column}"' for column in columns)
             db.executemany(f"INSERT INTO {table} ({names}) VALUES ({','.join('?' * len(columns))})", (
                 [{**first, name: ulid, "ulid": ulid, "created_ms": first.get("created_ms", 0) + number,
@@ -57,9 +57,7 @@ def copied(store: Path, capture: str, count: int) -> None:
         db.executemany("INSERT INTO aliases (alias, owner, ulid) VALUES (?, '', ?)",
                        ((f"chatcmpl-{ulid}", ulid) for ulid in made))
         db.commit()
-
-
-ULIDS: dict[Path, list[str]] = {}
+    return made
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -88,7 +86,7 @@ def asked(reader: BucketReader, refs: Iterator[str]) -> dict[str, Callable[[], o
     }
 
 
-def measure(store: Path, url: str, catalog: str, rounds: int) -> dict[str, Any]:
+def measure(store: Path, ids: list[str], url: str, catalog: str, rounds: int) -> dict[str, Any]:
     """Medians of both sides, in turns."""
     sides = {"snapshot": None, "postgres": catalog}
     took: dict[str, dict[str, list[float]]] = {}
@@ -101,7 +99,7 @@ def measure(store: Path, url: str, catalog: str, rounds: int) -> dict[str, Any]:
             note("open, and a list", side, opened(url, where))
     with tempfile.TemporaryDirectory() as cache:
         readers = {side: BucketReader(url, f"{cache}/{side}", catalog=where) for side, where in sides.items()}
-        refs = iter(ULIDS[store])
+        refs = iter(ids)
         calls = {side: asked(reader, refs) for side, reader in readers.items()}
         for _ in range(rounds):
             for side in sides:
@@ -111,7 +109,7 @@ def measure(store: Path, url: str, catalog: str, rounds: int) -> dict[str, Any]:
                       for side in sides}
         for number in range(max(rounds // 5, 3)):
             with closing(sqlite3.connect(store / "catalog.sqlite")) as db:
-                db.execute("UPDATE captures SET hold = 1 WHERE id = ?", (ULIDS[store][number],))
+                db.execute("UPDATE captures SET hold = 1 WHERE id = ?", (ids[number],))
                 db.commit()
             plain = store.parent / "bucket of the snapshot alone"
             note("a push of one change", "snapshot", seconds(lambda plain=plain: push(store, plain.as_uri())))
@@ -145,11 +143,11 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, database(args.catalog) as catalog:
         store, url = Path(folder) / "store", (Path(folder) / "bucket").as_uri()
-        fill(store, args.captures)
+        ids = fill(store, args.captures)
         push(store, (Path(folder) / "bucket of the snapshot alone").as_uri())
         took = seconds(lambda: push(store, url, catalog=catalog))
         print(json.dumps({"captures": args.captures, "first push, both": took,
-                          **measure(store, url, catalog, args.rounds)}, indent=1))
+                          **measure(store, ids, url, catalog, args.rounds)}, indent=1))
 
 
 if __name__ == "__main__":

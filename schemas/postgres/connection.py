@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -108,13 +107,9 @@ class PostgresDatabase:
 
     def __init__(self, connection: psycopg.Connection[Any], where: str) -> None:
         self.connection, self._where = connection, where
-        self._pid = os.getpid()
 
     def execute(self, sql: str, parameters: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
         """The answer, all of it; CatalogError."""
-        if os.getpid() != self._pid:
-            raise CatalogError("read", self._where, "this process was forked after the store was opened",
-                               "open it in the process that reads it")
         with told("read", self._where):
             cursor = self.connection.cursor(row_factory=_named)
             return cursor.execute(_translated(sql), [escaped(one) for one in parameters], binary=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -33,7 +34,7 @@ class PostgresView:
         self.place, self._store, self._moved = place, store, moved
         self._begin = _BEGIN.format(schema=schema_of(store), seconds=_STATEMENT_S)
         self._open: PostgresDatabase | None = None
-        self._push, self._version, self._closed = "", 0, False
+        self._push, self._version, self._closed, self._pid = "", 0, False, os.getpid()
 
     def another(self) -> PostgresView:
         """The same catalog by a connection of its own."""
@@ -45,6 +46,9 @@ class PostgresView:
         with self.lock:
             if self._closed:
                 raise StoreError("read", str(self.place), "this reader was closed", "open the store again")
+            if self._is_forked():  # the connection is the other process's
+                raise CatalogError("read", str(self.place), "this process was forked after the store was opened",
+                                   "open it in the process that reads it")
             database, said = self._begun()
             try:
                 self._check(said)
@@ -67,12 +71,13 @@ class PostgresView:
         """A connection in a new transaction, and the row of its head; one that broke meanwhile is made anew, once."""
         while True:
             is_fresh = self._open is None
+            self._pid = os.getpid()
             database = self._open = self._open or PostgresDatabase(self.place.connect(reads=True), str(self.place))
             try:
                 return database, database.execute(self._begin).fetchone()
-            except BaseException:
+            except BaseException as error:
                 self._end(database)
-                if is_fresh or self._open is not None:
+                if is_fresh or self._open is not None or not isinstance(error, CatalogError):
                     raise
 
     def _end(self, database: PostgresDatabase) -> None:
@@ -81,8 +86,11 @@ class PostgresView:
         if database.connection.closed:
             self._drop()
 
+    def _is_forked(self) -> bool:
+        return self._open is not None and self._pid != os.getpid()
+
     def _drop(self) -> None:
-        if self._open is not None:
+        if self._open is not None and not self._is_forked():
             self._open.connection.close()
         self._open = None
 

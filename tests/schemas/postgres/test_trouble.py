@@ -175,15 +175,20 @@ def test_readers_hold_two_connections_and_write_nothing(sample: Sample, store: P
         with reader._catalog.moment() as now, pytest.raises(CatalogError, match="read-only transaction"):
             now.db.execute("DELETE FROM captures")
         assert reader.captures()
+        pids = count.replace("count(*)", "pid")
+        backends = set(postgres.sql(pids))
         child = os.fork()
         if not child:
+            status = 9
             try:
                 reader.captures()
             except CatalogError as error:
-                os._exit(7 if "forked after" in str(error) else 8)
-            os._exit(9)
+                status = 7 if "forked after" in str(error) else 8
+            reader.close()
+            os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert reader.captures()  # the child took nothing of its connection
+        assert reader.captures() and postgres.sql(count) == [(2,)]  # the child took nothing of its connections
+        assert backends == set(postgres.sql(pids))
     assert until(lambda: postgres.sql(count) == [(0,)])
     with pytest.raises(StoreError, match="this reader was closed"):
         reader.captures()
