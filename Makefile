@@ -5,8 +5,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := .uv/bin/uv
 ENGINE ?= cpu
-# Tests wait more than they compute: a file at a time for each worker.
-WORKERS ?= 2
+# Tests wait about half of their time: a file at a time for each worker, and 3 keep two cores busy (some 3 GB each).
+WORKERS ?= 3
 V      ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 LOCK   := requirements/$(ENGINE).lock
 STAMP  := $(VENV)/.installed-$(ENGINE)
@@ -53,7 +53,7 @@ bucket-test: $(STAMP) .s3/.installed  ## a store in a bucket over a real S3 serv
 	$(PY) -m pytest tests/vllm_tap/bucket $(if $(K),-k "$(K)") $(ARGS)
 
 ray-test: $(STAMP) $(VENV)/.installed-ray  ## captures through Ray Data, on a Ray of two workers here; installs Ray into .venv
-	$(PY) -m pytest tests/vllm_tap/ray tests/engine/serving/test_ray.py $(if $(K),-k "$(K)") $(ARGS)
+	$(PY) -m pytest tests/vllm_tap/ray tests/vllm_tap/bucket/several/test_ray.py tests/engine/serving/test_ray.py $(if $(K),-k "$(K)") $(ARGS)
 
 compose-test: $(STAMP)  ## docker/compose.yml for real: Docker, or root with podman buildah runc netavark aardvark-dns iptables debootstrap
 	@command -v podman-compose >/dev/null || docker info >/dev/null 2>&1 || \

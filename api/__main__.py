@@ -21,6 +21,7 @@ from api.app import create_app
 from api.config import Config
 from api.slow_heads import bounded_heads
 from schemas import limits
+from schemas.bucket.places import is_url
 from schemas.codecs import check_installed
 from schemas.errors import StartError
 
@@ -28,8 +29,10 @@ from schemas.errors import StartError
 def flags() -> argparse.ArgumentParser:
     """The flags of the process."""
     parser = argparse.ArgumentParser("python -m api", description="The HTTP service of vllm-tap.")
-    parser.add_argument("--store", required=True, metavar="DIR", help="the writer's store, read only here; or the URL "
-                        "of a bucket that a writer elsewhere pushes to: s3://BUCKET/PREFIX, gs://…, az://…, file:///PATH")
+    parser.add_argument("--store", required=True, action="append", metavar="DIR", help="the writer's store, read only "
+                        "here; or the URL of a bucket that a writer elsewhere pushes to: s3://BUCKET/PREFIX, gs://…, "
+                        "az://…, file:///PATH; repeatable with URLs, and s3://BUCKET/PREFIX/* is all one level below: "
+                        "stores that are read as one")
     parser.add_argument("--endpoint", metavar="ipc://PATH", help="the writer's socket; none with a bucket")
     parser.add_argument("--upstream", action="append", metavar="URL", help="vLLM's server (default: "
                         "http://127.0.0.1:8101); of several each with its name: --upstream a=URL --upstream b=URL")
@@ -92,15 +95,19 @@ def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
 def _config(given: dict[str, Any]) -> Config:
     """The settings that the options say; StartError where some do not belong together."""
     given = {name: value for name, value in given.items() if value is not None}
-    if "://" in given["store"]:
-        bucket = given.pop("store")
-        return Config(Path(), given.pop("endpoint", ""), given.pop("upstream", ()), bucket=bucket, **given)
+    stores = given.pop("store")
+    if folders := [store for store in stores if not is_url(store)]:
+        if len(stores) > 1:
+            raise StartError(f"store = {folders[0]!r}: a folder is read alone, beside its writer; several stores are "
+                             "read from buckets: vllm-tap push brings them there")
+    else:
+        return Config(Path(), given.pop("endpoint", ""), given.pop("upstream", ()), buckets=stores, **given)
     if "bucket_look_s" in given:
         raise StartError(f"bucket_look_s = {given['bucket_look_s']!r}: taken with a bucket's URL as --store alone")
     if "endpoint" not in given:
         raise StartError("endpoint: missing; name the writer's socket, such as ipc:///tmp/vllm-tap/writer.sock, or "
                          "give the URL of a bucket as --store")
-    return Config(store=Path(given.pop("store")), **given)
+    return Config(store=Path(folders[0]), **given)
 
 
 def _listen(config: Config) -> socket.socket:

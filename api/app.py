@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from api import errors
 from api.auth.guard import AccessGuard, Who, by_address, by_key
 from api.auth.keys import KeyFile
-from api.bucket.followed import FollowedBucket, check_bucket
+from api.bucket.followed import FollowedBuckets, check_bucket
 from api.bucket.read_only import ReadOnly
 from api.config import Config, is_loopback
 from api.description import REFUSED, describe
@@ -33,11 +33,11 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     no other process. With a bucket nothing but reading is served. StartError where it needs keys and has none.
     """
     names = [name for name in config.engines if name]
-    metrics = Metrics(names, bool(config.bucket))
+    metrics = Metrics(names, bool(config.buckets))
     keys = None
-    if config.bucket:
-        check_bucket(config.bucket)
-    if who is None and config.bucket and config.keys is None:
+    for url in config.buckets:
+        check_bucket(url)
+    if who is None and config.buckets and config.keys is None:
         who = by_address(lambda: False)
     elif who is None:
         keys = KeyFile(config.keys_file, needed=config.keys is not None or not is_loopback(config.host))
@@ -45,7 +45,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        bucket = None if metrics.bucket is None else FollowedBucket(config, metrics.bucket)
+        bucket = None if metrics.bucket is None else FollowedBuckets(config, metrics.bucket)
         app.state.service = ApiService(config, metrics, ControlChannel(config.endpoint, "api") if bucket is None else
                                        None, Upstreams(config, metrics, transport), bucket)
         if keys is not None:
@@ -68,8 +68,8 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     # What is asked most is found first.
     for part in (slices, zarr, generate, captures, holds, live, maps, attention, vectors, about, page):
         app.include_router(part.router)
-    if config.bucket:
-        app.add_middleware(ReadOnly, url=config.bucket)
+    if config.buckets:
+        app.add_middleware(ReadOnly, url=", ".join(config.buckets))
     app.add_middleware(AccessGuard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)
     if names:

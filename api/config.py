@@ -11,6 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from schemas import limits
+from schemas.bucket.places import check_places
 from schemas.checks import check_name, check_port, check_seconds
 from schemas.errors import StartError, TapError
 from schemas.postgres.connection import Place, installed
@@ -51,7 +52,7 @@ class Config:
     status_wait_s: float = 2.0  # how long an answer waits for its capture to become final
     inline_wait_s: float = 30.0  # … where it is to hold the rows
     settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed
-    bucket: str = ""  # the URL of one that is read in place of the store; nothing but reading is served then
+    buckets: Sequence[str] = ()  # URLs of stores that are read in place of the store; only reading is served then
     cache: Path | None = None  # of a bucket's rows and catalogs, on a local disk; None: ~/.cache/vllm-tap
     cache_bytes: int = limits.bucket_cache_bytes
     catalog: str = field(default="", repr=False)  # of a bucket: the URL of the Postgres database that has its catalog
@@ -75,8 +76,8 @@ class Config:
                 raise StartError(f"{name} = {getattr(self, name)}: at least 1")
         if self.cache_bytes < limits.bucket_cache_bytes_min:
             raise StartError(f"cache_bytes = {self.cache_bytes}: at least {limits.bucket_cache_bytes_min:,}")
-        if self.bucket:
-            self._check_bucket()
+        if self.buckets:
+            self._check_buckets()
             return
         if self.catalog:
             raise StartError("catalog: taken with a bucket's URL as --store alone")
@@ -85,11 +86,15 @@ class Config:
             raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as "
                              f"ipc:///tmp/vllm-tap/writer.sock")
 
-    def _check_bucket(self) -> None:
+    def _check_buckets(self) -> None:
+        try:
+            check_places(self.buckets)
+        except TapError as error:
+            raise StartError(str(error)) from None
         for name in ("endpoint", "upstream", "capture_all"):
             if value := getattr(self, name):
                 raise StartError(f"{name} = {value!r}: an API that reads a bucket has no writer and no engine; valid: "
-                                 f"none with store = {self.bucket!r}")
+                                 f"none with store = {', '.join(self.buckets)!r}")
         if self.catalog:
             try:
                 Place(self.catalog)

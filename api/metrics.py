@@ -83,12 +83,13 @@ class BucketMetrics:
     """The metrics of a service that reads a bucket."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.up = Gauge("vllm_tap_api_bucket_up", "Whether the last look at the bucket's head succeeded.",
+        self.up = Gauge("vllm_tap_api_bucket_up", "Whether the last look at the bucket's heads succeeded.",
                         registry=registry)
-        self.generation = Gauge("vllm_tap_api_bucket_generation", "Generation of the head that is read.",
-                                registry=registry)
-        self.pushed = Gauge("vllm_tap_api_bucket_pushed_seconds", "When that head was pushed, in seconds since 1970.",
-                            registry=registry)
+        self.generation = Gauge("vllm_tap_api_bucket_generation", "Generation of the head that is read; of several "
+                                "stores the sum.", registry=registry)
+        self.pushed = Gauge("vllm_tap_api_bucket_pushed_seconds", "When that head was pushed, in seconds since 1970; "
+                            "of several stores the newest.", registry=registry)
+        self.stores = Gauge("vllm_tap_api_bucket_stores", "Stores that are read.", registry=registry)
         self.requests = Counter("vllm_tap_api_bucket_requests_total", "Requests that read from the bucket.",
                                 registry=registry)
 

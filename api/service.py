@@ -18,7 +18,7 @@ import httpx
 from fastapi import Request
 
 from api.auth.limits import Quotas, share
-from api.bucket.followed import FollowedBucket
+from api.bucket.followed import FollowedBuckets
 from api.config import Config
 from api.engines.pressure import Pressure
 from api.engines.upstreams import Upstreams
@@ -53,7 +53,7 @@ class ApiService:
     metrics: Metrics
     channel: ControlChannel | None  # None where a bucket is read
     upstreams: Upstreams
-    bucket: FollowedBucket | None = None
+    bucket: FollowedBuckets | None = None
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
@@ -113,15 +113,15 @@ class ApiService:
         if self.bucket is None:
             return call(self.reader())
         reader = self.bucket.reader()
-        seen = reader.head.push
+        seen = reader.pushes
         try:
             return call(reader)
         except BucketError as error:
             if not error.passing:
                 self.bucket.look()
-            if reader.head.push == seen:
+            if reader.pushes == seen:
                 raise
-        return call(reader)
+        return call(self.bucket.reader())
 
     async def read_map(self, call: Callable[[AnyReader], T], owner: str) -> T:
         """``read``, for what takes a core for a while: an owner's calls take turns before they wait for a core."""
@@ -133,7 +133,7 @@ class ApiService:
         """The record, durable with the writer; raises what ``ControlChannel.submit`` raises, and 503 at a stop."""
         channel = self.channel
         if channel is None:
-            raise StoreError("change the store", self.config.bucket, "a bucket is read only")
+            raise StoreError("change the store", ", ".join(self.config.buckets), "a bucket is read only")
         work = asyncio.ensure_future(anyio.to_thread.run_sync(
             lambda: channel.submit(make, self.config.submit_s), limiter=self._submit_limit,
             abandon_on_cancel=True))

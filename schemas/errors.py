@@ -12,6 +12,7 @@
     ├── StoreError           a file operation failed; says which, where, and what to do
     │   └── CorruptError     bytes that do not match their checksum
     ├── BucketError          an object store refused, or did not answer; says which object, and what to do
+    │   ├── NoHeadError      … because no store's head is there
     │   ├── OutrunError      … because another has written the object since it was read
     │   └── FencedError      … because its head is of a later state of the store, or of another folder
     ├── CatalogError         the Postgres server with a store's catalog refused, or did not answer
@@ -32,6 +33,7 @@ __all__ = [
     "FencedError",
     "LimitError",
     "Missing",
+    "NoHeadError",
     "NotArmedError",
     "NotFoundError",
     "OutrunError",
@@ -141,6 +143,10 @@ class BucketError(TapError):
     def __init__(self, op: str, url: str, reason: object, hint: str = "", passing: bool = False) -> None:
         super().__init__(f"{op} {url}: {reason}" + (f" ({hint})" if hint else ""))
         self.op, self.url, self.reason, self.hint, self.passing = op, url, reason, hint, passing
+
+
+class NoHeadError(BucketError):
+    """A prefix of a bucket in which no store's head is."""
 
 
 class CatalogError(TapError):

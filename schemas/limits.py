@@ -81,6 +81,7 @@ bucket_request_bytes_max: Final = 8 * 1024 * 1024  # of neighbouring chunks in o
 bucket_batch_bytes: Final = 64 * 1024 * 1024  # of chunks in memory at a time
 bucket_cache_bytes_min: Final = 16 * 1024 * 1024  # smallest cache of a reader
 bucket_cache_bytes: Final = 4 << 30  # a reader's cache by default
+stores_max: Final = 128  # stores that are read as one; also the folders below URL/* among which they are
 
 # What a reader may ask for.
 slice_bytes_max: Final = 1 << 30  # of one slice

@@ -8,9 +8,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from schemas import limits
 from schemas.attended import Attention, AttentionAsked, LackingRows, attend, reading
-from schemas.bucket.reader import BucketReader, Cataloged
+from schemas.bucket.places import Stores, is_url, shown_places
+from schemas.bucket.reader import AnyReader, Cataloged, OneReader, open_reader, stores_of
+from schemas.bucket.several import SeveralReader
 from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow, StoreReader
@@ -40,19 +41,11 @@ class Store:
         ...         print(row.id, store[row.id]["resid_post", 12].shape)
     """
 
-    def __init__(self, path: str | Path, wait_s: float = 10.0, cache: str | Path | None = None,
+    def __init__(self, path: Stores, wait_s: float = 10.0, cache: str | Path | None = None,
                  cache_bytes: int | None = None, catalog: str | None = None) -> None:
         self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes, catalog)
-        self.reader: StoreReader | BucketReader
-        if isinstance(path, str) and "://" in path:
-            self.path: str | Path = path
-            self.reader = BucketReader(path, cache, cache_bytes, catalog=catalog)
-            return
-        if catalog is not None:
-            Cataloged(str(path), catalog)  # refuses
-        if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
-            raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
-        self.path, self.reader = Path(path), StoreReader(path, cache, cache_bytes)
+        self.reader: AnyReader = open_reader(path if catalog is None else Cataloged(path, catalog), cache, cache_bytes)
+        self.path: str | Path = Path(path) if isinstance(path, str | Path) and not is_url(path) else shown_places(path)
 
     def __enter__(self) -> Store:
         return self
@@ -86,8 +79,23 @@ class Store:
         return found
 
     def refresh(self) -> bool:
-        """See what was pushed to the bucket since; whether there was any. One in a folder is always as it is."""
-        return isinstance(self.reader, BucketReader) and self.reader.refresh()
+        """See what was pushed to the bucket since, to new stores of ``URL/*`` too; whether there was any.
+
+        A store in a folder is always as it is.
+        """
+        return self.reader.refresh()
+
+    @property
+    def stores(self) -> list[str]:
+        """Where the stores lie that are read: one, or several as one."""
+        return stores_of(self.reader, self._opened[0])
+
+    def store_of(self, ref: str) -> str:
+        """Where the store lies that has a capture."""
+        if not isinstance(self.reader, SeveralReader):
+            self.reader.capture(ref)
+            return str(self.path)
+        return self.reader.place_of(ref)
 
     def samples(self, ref: str) -> list[str]:
         """The capture ids of a request that made several."""
@@ -125,7 +133,7 @@ class Store:
         A capture that is not there yet may be on its way: it is waited for too. Nothing is any longer once no writer
         has had the store for 3 seconds.
         """
-        if isinstance(self.reader, BucketReader):
+        if not (folders := [each.path for each in _readers(self.reader) if isinstance(each, StoreReader)]):
             return self.reader.manifest(ref)  # what is in a bucket is final
         look_s = had_s = time.monotonic()  # when to look again for a writer, and when one had the store last
         end_s = had_s + (wait_s or 0.0)
@@ -139,7 +147,7 @@ class Store:
                     raise
             if now_s >= look_s:
                 look_s = now_s + _LOOK_EVERY_S
-                had_s = had_s if is_free(self.reader.path) else now_s
+                had_s = had_s if all(map(is_free, folders)) else now_s
             if now_s - had_s >= _AWAY_S:
                 end_s = 0.0  # read once more: the writer may have ended just after it had made the capture final
             else:
@@ -180,8 +188,8 @@ class Store:
         return None if found is None else found.read()[span]
 
     @property
-    def opened(self) -> tuple[str | Path, str | Path | None, int | None]:
-        """The folder or URL, the cache and its bytes as they were given."""
+    def opened(self) -> tuple[Stores, str | Path | None, int | None]:
+        """The folders or URLs, the cache and its bytes as they were given."""
         path, _, cache, cache_bytes, _ = self._opened
         return path, cache, cache_bytes
 
@@ -194,15 +202,19 @@ class Store:
         return Store, self._opened  # a worker of dask opens it anew
 
 
-def folder_of(store: str | Path | Store) -> Path:
+def _readers(reader: AnyReader) -> list[OneReader]:
+    return list(reader.stores.values()) if isinstance(reader, SeveralReader) else [reader]
+
+
+def folder_of(store: str | Path) -> Path:
     """The folder of a store; StoreError of one in a bucket."""
-    path = Path(store.path if isinstance(store, Store) else store)
+    path = Path(store)
     if (url := url_of(path)) is not None:
         raise StoreError("open store", url, NOT_A_FOLDER)
     return path
 
 
-def open_store(path: str | Path, cache: str | Path | None = None, cache_bytes: int | None = None,
+def open_store(path: Stores, cache: str | Path | None = None, cache_bytes: int | None = None,
                catalog: str | None = None) -> Store:
     """The store at ``path``, read-only; StoreError where there is none.
 
@@ -212,6 +224,10 @@ def open_store(path: str | Path, cache: str | Path | None = None, cache_bytes: i
     Rows of a folder that were evicted to a bucket are read in the same way. ``catalog``: of a store in a bucket, the
     URL of a Postgres database that ``vllm-tap push --catalog`` brings the catalog to; then none is fetched or kept, and
     every read is of the last push. CatalogError where it does not answer, or lags behind.
+
+    Several paths are read as one store, and so are all the stores one level below a prefix: ``s3://bucket/captures/*``,
+    or without the ``*`` where the prefix has no store itself. They share ``cache_bytes`` evenly. Each must be there;
+    ConflictError where two are one store, or have one capture.
 
     Examples:
         >>> open_store("captures")["chatcmpl-01J…"]["resid_post", 12].shape          # doctest: +SKIP

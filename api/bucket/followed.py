@@ -1,23 +1,23 @@
-"""A store in a bucket as this service sees it: opened once, and moved on to newer heads as they come."""
+"""Stores in buckets as this service sees them: opened once, and moved on to newer heads as they come."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import sqlite3
-import threading
-from typing import Final
+from typing import Any, Final
 
 import anyio
 
 from api.config import Config
 from api.metrics import BucketMetrics
-from schemas.bucket.reader import BucketReader
+from schemas.bucket.places import prefix_of
+from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
 from schemas.errors import BucketError, StartError, TapError
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import Place
 
-__all__ = ["FollowedBucket", "check_bucket"]
+__all__ = ["FollowedBuckets", "check_bucket"]
 
 log = logging.getLogger("vllm_tap.api")
 
@@ -32,48 +32,50 @@ def check_bucket(url: str) -> None:
     if url.startswith("file://"):
         return
     try:
-        Objects(url.partition("#")[0]).close()
+        Objects(prefix_of(url) or url.partition("#")[0]).close()
     except TapError as error:
         raise StartError(f"store = {url!r}: {error}") from None
 
 
-class FollowedBucket:
-    """The newest head of a bucket that could be read; ``failed`` says why the last look at it failed, "" if it did not.
+class FollowedBuckets:
+    """The newest heads of stores in buckets that could be read; ``failed`` says why the last look at some failed, "" if
+    none did.
 
-    Only a look opens the store, so no request waits for a bucket that does not answer. Safe for threads.
+    Only a look opens a store, so no request waits for a bucket that does not answer. Safe for threads.
     """
 
     def __init__(self, config: Config, metrics: BucketMetrics) -> None:
-        self.url, self.failed = config.bucket, _UNSEEN
+        self.failed = _UNSEEN
+        stores = Cataloged(config.buckets, config.catalog) if config.catalog else config.buckets
+        self._stores = several_reader(stores, config.cache, config.cache_bytes, config.bucket_answer_s)
         self._config, self._metrics = config, metrics
-        self._found: BucketReader | None = None
-        self._looking = threading.Lock()
         self._counted = 0
 
-    def reader(self) -> BucketReader:
-        """The store as of the newest head; BucketError while none could be read yet."""
-        if self._found is None:
+    @property
+    def url(self) -> str:
+        """The URLs."""
+        return self._stores.url
+
+    def reader(self) -> AnyReader:
+        """The stores as of their newest heads; BucketError while none could be read yet, and from what needs one of
+        several that could not.
+        """
+        if not self._stores.stores:
             raise BucketError("open store", self.url, self.failed or _UNSEEN, "it is tried again", passing=True)
-        return self._found
+        return self._stores.alone or self._stores
 
     def look(self) -> None:
-        """Open the store, or move on to a newer head where there is one; what fails is noted, and logged once."""
-        with self._looking:
-            try:
-                if self._found is None:
-                    config = self._config
-                    self._found = BucketReader(config.bucket, config.cache, config.cache_bytes, config.bucket_answer_s,
-                                               catalog=config.catalog or None)
-                else:
-                    self._found.refresh()
-            except (TapError, OSError, sqlite3.Error) as error:
-                if self.failed != str(error):
-                    log.warning("%s cannot be read: %s", self.url, error)
-                self.failed = str(error)
-                return
-            if self.failed not in ("", _UNSEEN):
-                log.info("%s is read again", self.url)
-            self.failed = ""
+        """Open the stores, or move on to newer heads where there are some; what fails is noted, and logged once."""
+        try:
+            self._stores.look()
+            failed = "; ".join(map(str, self._stores.failed.values()))
+        except (TapError, OSError, sqlite3.Error) as error:
+            failed = str(error)
+        before, self.failed = self.failed, failed
+        if failed and failed != before:
+            log.warning("%s cannot be read: %s", self.url, failed)
+        elif not failed and before not in ("", _UNSEEN):
+            log.info("%s is read again", self.url)
 
     async def follow(self) -> None:
         """Look from time to time; for ever."""
@@ -81,28 +83,33 @@ class FollowedBucket:
             await asyncio.sleep(self._config.bucket_look_s)
             await anyio.to_thread.run_sync(self.look)
 
-    def told(self) -> dict[str, str | int | None]:
-        """What capabilities say: the bucket, and which of its heads is read."""
+    def told(self) -> dict[str, Any]:
+        """What capabilities say: the buckets, and of each store which of its heads is read."""
+        stores = [{"url": url, "failed": None, **_told(reader)} for url, reader in self._stores.stores.items()]
+        known = {each["url"]: each for each in stores}
+        for url, error in self._stores.failed.items():
+            known.setdefault(url, {"url": url, **_told(None)})["failed"] = str(error)
         catalog = self._config.catalog
-        told: dict[str, str | int | None] = {"url": self.url, "catalog": str(Place(catalog)) if catalog else None,
-                                             "failed": self.failed or None, "generation": None, "push": None,
-                                             "pushed_ms": None}
-        if self._found is not None:
-            head = self._found.head
-            told |= {"generation": head.generation, "push": head.push, "pushed_ms": head.pushed_ms}
-        return told
+        return {"url": self.url, "catalog": str(Place(catalog)) if catalog else None, "failed": self.failed or None,
+                **_told(self._stores.alone), "stores": list(known.values())}
 
     def tell(self) -> None:
         """Set the metrics."""
+        heads = [reader.head for reader in self._stores.stores.values() if isinstance(reader, BucketReader)]
         self._metrics.up.set(not self.failed)
-        if self._found is not None:
-            self._metrics.generation.set(self._found.head.generation)
-            self._metrics.pushed.set(self._found.head.pushed_ms / 1000)
-            requests = self._found.requests
+        self._metrics.stores.set(len(heads))
+        if heads:
+            self._metrics.generation.set(sum(head.generation for head in heads))
+            self._metrics.pushed.set(max(head.pushed_ms for head in heads) / 1000)
+            requests = self._stores.requests
             self._metrics.requests.inc(max(requests - self._counted, 0))
             self._counted = requests
 
     def close(self) -> None:
         """Release files and connections."""
-        if self._found is not None:
-            self._found.close()
+        self._stores.close()
+
+
+def _told(reader: OneReader | None) -> dict[str, Any]:
+    head = reader.head if isinstance(reader, BucketReader) else None
+    return {name: getattr(head, name, None) for name in ("generation", "push", "pushed_ms")}

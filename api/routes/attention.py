@@ -202,6 +202,6 @@ def _tag(manifest: Manifest, query: AttentionQuery, needs: Needs) -> str:
     used = {site.site for site in needs.sites}
     rows = [(row.site, row.captured, [(gap.start, gap.stop, gap.reason) for gap in row.missing])
             for row in manifest.rows if row.site in used and row.layer == query.layer]
-    what = (manifest.id, manifest.status, manifest.end, rows, query.layer, needs.rule, needs.heads, query.ranges,
-            query.top, query.missing, query.check, query.format, _ENCODING)
+    what = (manifest.id, manifest.created_ms, manifest.status, manifest.end, rows, query.layer, needs.rule, needs.heads,
+            query.ranges, query.top, query.missing, query.check, query.format, _ENCODING)
     return f'"{xxhash.xxh3_128_hexdigest(repr(what).encode())}"'

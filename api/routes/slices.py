@@ -110,6 +110,6 @@ def _tag(manifest: Manifest, chosen: dict[str, list[int]], query: SliceQuery) ->
     if manifest.status not in FINAL:
         return ""
     rows = [(row.site, row.layer, row.captured, row.rejected) for row in manifest.rows]
-    what = (manifest.id, manifest.status, manifest.end, rows, sorted(chosen.items()), query.ranges, query.format,
-            query.dtype, query.rejected, _ENCODING)
+    what = (manifest.id, manifest.created_ms, manifest.status, manifest.end, rows, sorted(chosen.items()),
+            query.ranges, query.format, query.dtype, query.rejected, _ENCODING)
     return f'"{xxhash.xxh3_128_hexdigest(repr(what).encode())}"'

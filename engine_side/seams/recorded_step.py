@@ -22,7 +22,7 @@ from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
 from engine_side.front.media import EMBEDDED_OUTSIDE, EXPERTS_APART
 from engine_side.seams.media.models import check_media, embeds_outside, language_model, positions_of, takes_media
-from engine_side.seams.ranks.agreement import together
+from engine_side.seams.ranks.agreement import Alone, together
 from engine_side.seams.ranks.pipeline import arriving, stage_of
 from engine_side.tap import taps
 from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
@@ -52,7 +52,7 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> Family:
     try:
         with together():
             found = _searched(model, vllm_config, claims, family.sums)
-    except Contradicted:
+    except (Contradicted, Alone):
         raise
     except Exception as error:  # whatever a step outside of a running engine can meet
         why = str(error).rpartition(FAILED)[2]

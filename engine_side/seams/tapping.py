@@ -24,7 +24,7 @@ from engine_side.seams.kept import finite
 from engine_side.seams.kept.attends import attends_of, joined
 from engine_side.seams.media.models import check_media
 from engine_side.seams.ranks import tensor
-from engine_side.seams.ranks.agreement import all_together, of_stages
+from engine_side.seams.ranks.agreement import all_here, all_together, of_stages
 from engine_side.seams.ranks.data import check_exchange
 from engine_side.seams.ranks.pipeline import stage_of, stages_of
 from engine_side.seams.recorded_step import discover, prove, unproved
@@ -211,6 +211,7 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
     if plan.family is not None and vllm_config.parallel_config.data_parallel_size > 1:
         return replace(plan, family=unproved(model, plan.family, "other engines of a data-parallel group would have to "
                                              "take the search's step too"))
+    all_here()
     with all_together():
         family = discover(model, vllm_config) if plan.family is None else prove(model, vllm_config, plan.family)
     return replace(plan, family=family)

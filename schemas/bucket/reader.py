@@ -10,37 +10,39 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
 from schemas import limits
+from schemas.bucket.places import Stores, is_url, shown_places
 from schemas.bucket.segments import BucketSegments
+from schemas.bucket.several import SeveralReader
 from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, matches, read_blocks
+from schemas.bucket.unfollowed import Unfollowed
 from schemas.catalog.database import Database
 from schemas.catalog.view import CatalogView
-from schemas.errors import ArgumentError, BucketError, CatalogError, StoreError, TapError
+from schemas.errors import ArgumentError, BucketError, CatalogError, NoHeadError, StoreError, TapError
 from schemas.objects.block_objects import BlockObjects
 from schemas.objects.chunk_cache import ChunkCache, Sparing, default_cache, make_private
 from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, read_head, retired_key
 from schemas.objects.objects import Objects
-from schemas.postgres.connection import PUSH_IT, Place
+from schemas.postgres.connection import PUSH_IT
+from schemas.postgres.connection import Place as Server
 from schemas.postgres.view import PostgresView
-from schemas.read.journal_tail import FrameAt
-from schemas.read.live_rows import LiveRows, PartsCursor
 from schemas.read.reader import StoreReader
 from schemas.read.row_reader import RowReader
 
-__all__ = ["AnyReader", "BucketReader", "Cataloged", "Source", "open_reader"]
+__all__ = ["AnyReader", "BucketReader", "Cataloged", "OneReader", "Source", "open_reader", "several_reader",
+           "share_of", "stores_of"]
 
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
 _WAITS_S: Final = (0, 0.1, 0.4, 1.5, 0)  # for a catalog in Postgres, which a push brings a moment after the head
 _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
 
 
-class BucketReader(RowReader):
+class BucketReader(Unfollowed, RowReader):
     """A store in a bucket opened read-only, as of its head when it was opened or refreshed; safe for threads.
 
     ``URL#PUSH`` opens a head that was taken over from, as it was. ``cache`` is a folder on a local disk, which has at
@@ -63,7 +65,7 @@ class BucketReader(RowReader):
             raise ArgumentError("URL", url, "behind '#' the 32 hex digits of a head that was taken over from")
         if retired and catalog is not None:
             raise ArgumentError("URL", url, "a head that was taken over from has its snapshot alone: leave out catalog")
-        place = None if catalog is None else Place(catalog)
+        place = None if catalog is None else Server(catalog)
         self._objects, self._head_key = Objects(where, answer_s=answer_s), retired_key(retired) if retired else HEAD
         self._followed = ""
         try:
@@ -97,6 +99,11 @@ class BucketReader(RowReader):
     def requests(self) -> int:
         """Requests to the bucket so far."""
         return self._objects.requests
+
+    @property
+    def pushes(self) -> tuple[str, ...]:
+        """The push whose head is read."""
+        return (self.head.push,)
 
     def refresh(self) -> bool:
         """Look for a newer head, and see the store as that says from now on; whether there was one."""
@@ -159,67 +166,84 @@ class BucketReader(RowReader):
         return BlockObjects(self._objects, self._chunks, found["key"],
                             Stored(found["index_bytes"], found["index_xxh3"]), self._sparing)
 
-    # ── what a bucket does not have ─────────────────────────────────────────────────────────────────────────────
 
-    def appended(self) -> set[str]:
-        """Refused: rows that come are not in a bucket."""
-        self._refuse("following captures that are being made")
-
-    def frames(self, capture: str, site: str, after: int) -> list[FrameAt]:
-        """Refused, as ``appended``."""
-        self._refuse("following captures that are being made")
-
-    def in_parts(self, capture: str) -> bool:
-        """Refused, as ``appended``."""
-        self._refuse("following captures that are being made")
-
-    def live_rows(self, frame: FrameAt, capture: str, layers: Sequence[int], first: int = 0) -> LiveRows | None:
-        """Refused, as ``appended``."""
-        self._refuse("following captures that are being made")
-
-    def part_rows(self, cursor: PartsCursor, capture: str, site: str, layers: Sequence[int]) -> LiveRows | None:
-        """Refused, as ``appended``."""
-        self._refuse("following captures that are being made")
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise TapError(f"{self.url}: {what} is not supported from a bucket; open the store's folder on its own host")
-
-
-AnyReader = StoreReader | BucketReader  # of a store in a folder, or in a bucket
+OneReader = StoreReader | BucketReader  # of a store in a folder, or in a bucket
+AnyReader = OneReader | SeveralReader[OneReader]
 
 
 @dataclass(frozen=True, slots=True)
 class Cataloged:
-    """A store in a bucket whose catalog is in Postgres; its text is the bucket's URL."""
+    """Stores in a bucket whose catalogs are in one Postgres database; its text is theirs."""
 
-    url: str
+    stores: Stores
     catalog: str = field(repr=False)  # it may hold a password
 
     def __post_init__(self) -> None:
-        if "://" not in self.url:
-            raise ArgumentError("catalog", str(Place(self.catalog)), f"it is of a bucket, and {self.url} is a folder")
+        for place in [self.stores] if isinstance(self.stores, str | Path) else self.stores:
+            if not is_url(place):
+                raise ArgumentError("catalog", str(Server(self.catalog)), f"it is of a bucket, and {place} is a folder")
 
     def __str__(self) -> str:
-        return self.url
+        return shown_places(self.stores)
 
 
-Source = str | Path | Cataloged
+Source = Stores | Cataloged
 
 
-def open_reader(store: Source) -> AnyReader:
-    """The store in a folder, or at the URL of a bucket."""
-    if isinstance(store, Cataloged):
-        return BucketReader(store.url, catalog=store.catalog)
-    return BucketReader(store) if isinstance(store, str) and "://" in store else StoreReader(store)
+def open_reader(store: Source, cache: str | Path | None = None, cache_bytes: int | None = None) -> AnyReader:
+    """The store in a folder, or at the URL of a bucket; of several, or of ``URL/*``, all of them as one.
+
+    ``cache_bytes`` are shared out evenly among several, at least 16 MiB for each.
+    """
+    several = several_reader(store, cache, cache_bytes)
+    try:
+        several.look()
+        for error in several.failed.values():
+            raise error
+    except BaseException:
+        several.close()
+        raise
+    return several.alone or several
+
+
+def several_reader(store: Source, cache: str | Path | None = None, cache_bytes: int | None = None,
+                   answer_s: float | None = None) -> SeveralReader[OneReader]:
+    """Stores that are not looked for yet; what each is opened with."""
+    stores, catalog = (store.stores, store.catalog) if isinstance(store, Cataloged) else (store, None)
+
+    def open_one(place: str, count: int) -> OneReader:
+        share = share_of(cache_bytes, count)
+        if is_url(place):
+            return BucketReader(place, cache, share, answer_s, catalog=catalog)
+        return StoreReader(place, cache, share, answer_s)
+
+    if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
+        raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
+    return SeveralReader([stores] if isinstance(stores, str | Path) else stores, open_one, answer_s)
+
+
+def share_of(cache_bytes: int | None, count: int) -> int | None:
+    """Bytes of the cache that each of ``count`` stores may have; None: those by default."""
+    return cache_bytes if count == 1 else max(limits.bucket_cache_bytes_min,
+                                              (cache_bytes or limits.bucket_cache_bytes) // count)
+
+
+def stores_of(reader: AnyReader, places: Stores) -> list[str]:
+    """Where the stores lie that a reader of ``places`` reads."""
+    if isinstance(reader, SeveralReader):
+        return list(reader.stores)
+    return [str(place) for place in ([places] if isinstance(places, str | Path) else places)]
 
 
 def _head(objects: Objects, key: str) -> Head:
     try:
         data, _ = objects.get(key, limits.bucket_head_bytes_max)
     except FileNotFoundError:
-        raise BucketError("open store", objects.url, f"no {key} in it",
-                          "vllm-tap push STORE URL brings a store there" if key == HEAD else
-                          "was it removed? vllm-tap push --take-over says what it retires") from None
+        if key != HEAD:
+            raise BucketError("open store", objects.url, f"no {key} in it",
+                              "was it removed? vllm-tap push --take-over says what it retires") from None
+        raise NoHeadError("open store", objects.url, f"no {key} in it", "vllm-tap push STORE URL brings a store there"
+                          ) from None
     return read_head(data, objects.url)
 
 

@@ -11,7 +11,7 @@ from schemas.catalog.records import Capture, capture_of, find_capture
 from schemas.errors import NotFoundError
 from schemas.ids import split_capture_id
 
-__all__ = ["find", "no_capture", "of_one_owner", "samples", "under"]
+__all__ = ["find", "newest", "no_capture", "of_one_owner", "samples", "under"]
 
 _INDEXED: Final = re.compile(r"(.+)\.(0|[1-9][0-9]{0,5})", re.ASCII)
 
@@ -36,6 +36,19 @@ def find(db: Database, ref: str, owner: str | None) -> Capture:
     if capture is None or capture.deleted or (owner is not None and capture.owner != owner):
         raise no_capture(ref)
     return capture
+
+
+def newest(db: Database, alias: str, owner: str | None) -> Capture | None:
+    """The first of the captures that an alias stands for, one that is not deleted where there is any; None of no such
+    alias.
+    """
+    try:
+        ulid, _ = split_capture_id(_resolve_alias(db, alias, owner)) or ("", None)
+    except NotFoundError:
+        return None
+    query = "SELECT * FROM captures WHERE ulid = ? AND (? IS NULL OR owner = ?) ORDER BY deleted, sample LIMIT 1"
+    row = db.execute(query, (ulid, owner, owner)).fetchone()
+    return None if row is None else capture_of(row)
 
 
 def under(db: Database, ulid: str, owner: str | None) -> list[Capture]:

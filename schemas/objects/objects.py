@@ -125,6 +125,11 @@ class Objects:
             for page in self._store.list(self._at, prefix or None):
                 yield [Listed(entry["path"], entry["size"], _ms(entry["last_modified"])) for entry in page]
 
+    def folders(self, prefix: str = "") -> list[str]:
+        """The folders below the folder ``prefix``, one level deep, by their names."""
+        found = self._again("list", prefix, lambda: self._store.list_with_delimiter(self._at, prefix or None))
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+
     def modified_ms(self, key: str) -> int:
         """When an object was written, in milliseconds since 1970 by the service's clock."""
         with self._told("read", key):

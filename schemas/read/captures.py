@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -29,7 +29,9 @@ from schemas.store.paths import NOT_A_FOLDER, url_of
 from schemas.wire.layout import siblings
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["CaptureRow", "CatalogReader", "Progress", "read_store_uuid"]
+__all__ = ["CaptureRow", "CatalogReader", "ListPlace", "NamedCapture", "Progress", "read_store_uuid"]
+
+ListPlace = tuple[int, str]  # of a capture in lists: when it was made, in milliseconds since 1970, and its id
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,15 @@ def read_store_uuid(path: Path) -> bytes:
     if version not in range(1, limits.STORE_VERSION + 1) or len(uuid) != 16:
         raise StoreError("open store", file, f"version {version}, this program knows 1 to {limits.STORE_VERSION}")
     return uuid
+
+
+class NamedCapture(NamedTuple):
+    """A capture that a name stands for."""
+
+    created_ms: int
+    id: str
+    owner: str
+    deleted: bool
 
 
 class CatalogReader:
@@ -137,6 +148,28 @@ class CatalogReader:
 
         At most ``limits.captures_scan_max`` are looked at: a page may hold few, or none, and yet not be the last.
         """
+        below = None
+        if before is not None and (below := self.moment_of(before, owner)) is None:
+            raise aliases.no_capture(before)
+        rows, seen = self.page_below(below, owner, status, limit, wanted)
+        return rows, None if seen is None else seen[1]
+
+    def moment_of(self, capture_id: str, owner: str | None = None) -> ListPlace | None:
+        """When a capture was made, and its id: by these it stands in lists. None where there is none.
+
+        It may have been deleted since that page: its tombstone still says where to go on.
+        """
+        with self._catalog.moment() as now:
+            last = find_capture(now.db, capture_id)
+        return None if last is None or owner not in (None, last.owner) else (last.created_ms, last.id)
+
+    def page_below(
+        self, below: ListPlace | None, owner: str | None = None, status: str | None = None, limit: int = 100,
+        wanted: CaptureFilter | None = None, scan_max: int | None = None,
+    ) -> tuple[list[CaptureRow], ListPlace | None]:
+        """``page`` of what is older than ``below``, and how far it was looked, to the last included; None: to the end.
+        ``scan_max`` in the place of ``limits.captures_scan_max``.
+        """
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
         where: list[str] = ["deleted = 0" if status != "deleted" else "1 = 1"]
@@ -147,18 +180,14 @@ class CatalogReader:
         if status is not None:
             where.append("status = ?")
             args.append("complete" if status == "empty" else status)
+        if below is not None:
+            where.append("(created_ms, id) < (?, ?)")
+            args += below
         condition, more = ("", []) if wanted is None else wanted.condition()
         view = self._apart() if condition else self._catalog
         with view.moment() as now:
-            if before is not None:
-                # It may have been deleted since that page: its tombstone still says where to go on.
-                last = find_capture(now.db, before)
-                if last is None or owner not in (None, last.owner):
-                    raise aliases.no_capture(before)
-                where.append("(created_ms, id) < (?, ?)")
-                args += [last.created_ms, last.id]
             query = f"SELECT * FROM captures WHERE {' AND '.join(where)} ORDER BY created_ms DESC, id DESC"
-            scan = limits.captures_scan_max if condition or status in ("complete", "empty") else limit
+            scan = (scan_max or limits.captures_scan_max) if condition or status in ("complete", "empty") else limit
             asked = f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}"
             given = [*args, *more]
             listed = view.scan(now, asked, given) if scan > limit else now.db.execute(asked, given)
@@ -168,9 +197,23 @@ class CatalogReader:
             named = aliases_by_ulid(now.db, {capture.ulid for capture in taken})
             rows = [_row(capture, named.get(capture.ulid, [])) for capture in taken]
             if len(rows) == limit:
-                return rows, rows[-1].id
-            end = now.db.execute(f"SELECT id FROM ({query} LIMIT 1 OFFSET {scan - 1}) AS last", args).fetchone()
-            return rows, None if end is None else end["id"]
+                return rows, (rows[-1].created_ms, rows[-1].id)
+            edge = f"SELECT created_ms, id FROM ({query} LIMIT 1 OFFSET {scan - 1}) AS last"
+            last = now.db.execute(edge, args).fetchone()
+            return rows, None if last is None else (last["created_ms"], last["id"])
+
+    def living(self, ulids: Iterable[str], owner: str | None = None) -> set[str]:
+        """Those of the ULIDs that captures have which are not deleted."""
+        query = """SELECT DISTINCT ulid FROM captures WHERE ulid IN (SELECT value FROM json_each(?)) AND deleted = 0
+                   AND (? IS NULL OR owner = ?)"""
+        with self._catalog.moment() as now:
+            return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(list(ulids)), owner, owner))}
+
+    def newest_named(self, alias: str, owner: str | None = None) -> NamedCapture | None:
+        """The newest capture that was given a name beside its id, deleted or not; None where there is none."""
+        with self._catalog.moment() as now:
+            found = aliases.newest(now.db, alias, owner)
+        return None if found is None else NamedCapture(found.created_ms, found.id, found.owner, found.deleted)
 
     def _apart(self) -> View:
         """The catalog for what looks at thousands of captures: everybody else reads on meanwhile."""
@@ -217,14 +260,19 @@ class CatalogReader:
 
         With a ``name`` the newest of that name, None where none with it ever came.
         """
-        query = "SELECT info FROM engines {} ORDER BY rowid DESC LIMIT 1"
+        found = self.engine_since(name)
+        return None if found is None else found[1]
+
+    def engine_since(self, name: str = "") -> tuple[int, EngineInfo] | None:
+        """That engine, and when it began, in milliseconds since 1970 by the clock of its host."""
+        query = "SELECT epoch, info FROM engines {} ORDER BY rowid DESC LIMIT 1"
         with self._catalog.moment() as now:
             if name:
                 named = query.format("WHERE json_extract(info, '$.name') = ?")
                 row = now.db.execute(named, (name,)).fetchone()
             else:
                 row = now.db.execute(query.format("")).fetchone()
-        return None if row is None else msgspec.json.decode(row["info"], type=EngineInfo)
+        return None if row is None else (row["epoch"], msgspec.json.decode(row["info"], type=EngineInfo))
 
     def lost_ranks(self, group: str) -> list[int]:
         """The ranks of an engine (``EngineInfo.called``) whose senders are gone while others go on; none of "".

@@ -75,6 +75,15 @@ class RowReader(CatalogReader):
         """
         self._maps.tidy()
 
+    def refresh(self) -> bool:
+        """See what was pushed to a bucket since; whether there was any. A store in a folder is always as it is."""
+        return False
+
+    @property
+    def pushes(self) -> tuple[str, ...]:
+        """The pushes whose heads are read; none of a store in a folder."""
+        return ()
+
     # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def slice(

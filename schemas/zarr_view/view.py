@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -22,9 +23,10 @@ import numpy.typing as npt
 
 from schemas import limits
 from schemas.errors import ConflictError, StoreError
-from schemas.manifest import FINAL
+from schemas.manifest import FINAL, Manifest
 from schemas.read.coverage import LayerGroup
-from schemas.read.row_reader import RowReader
+from schemas.read.coverage_cache import CoveredCapture
+from schemas.read.slices import RowsAt, Slice
 from schemas.sites import site_named
 from schemas.store.paths import zarr_json
 from schemas.zarr_view.arrays import Value, ViewArray, chunk_of, document_value
@@ -48,6 +50,25 @@ class NotFinalError(ConflictError):
             else "it never got rows, and its manifest says why"))
 
 
+class HasCaptures(Protocol):
+    """A reader of captures: of one store, or of several."""
+
+    @property
+    def path(self) -> Path:
+        """Where these lie."""
+
+    def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
+        """As of a RowReader, and so are these."""
+
+    def manifest(self, ref: str, owner: str | None = None) -> Manifest: ...
+
+    def slice(self, ref: str, site: str, layers: Sequence[int], start: int = 0, stop: int | None = None,
+              owner: str | None = None, rejected: bool = False) -> Slice: ...
+
+    def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
+                ) -> RowsAt: ...
+
+
 class CaptureView:
     """The keys of one final capture of a store; ``owner`` None means any. NotFoundError where there is no such capture,
     NotFinalError where it is not final.
@@ -55,7 +76,7 @@ class CaptureView:
     ``chosen``: sites, and which of their layers; all of them where not given.
     """
 
-    def __init__(self, reader: RowReader, ref: str, owner: str | None = None,
+    def __init__(self, reader: HasCaptures, ref: str, owner: str | None = None,
                  chosen: Mapping[str, Sequence[int]] | None = None) -> None:
         covered, self._widths = reader.covered(ref, owner)
         self._reader, self._owner, self.capture = reader, owner, covered.capture
@@ -158,8 +179,9 @@ class CaptureView:
 
     def _state(self, site: str, layer: int) -> object:
         group = self._group_of(site, layer)
-        return (_ENCODING, self.capture.id, self.capture.status, site, layer, len(self._axis), group.expected,
-                len(group.rows.positions), group.missing)
+        capture = self.capture
+        return (_ENCODING, capture.id, capture.created_ms, capture.status, site, layer, len(self._axis),
+                group.expected, len(group.rows.positions), group.missing)
 
     def _present(self, site: str, token: slice) -> npt.NDArray[np.bool_]:
         positions = self._positions(token)

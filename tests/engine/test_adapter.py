@@ -22,11 +22,10 @@ from tests.support.models.adapters import RANK, make
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.edited import moved, vector
 from tests.support.models.families import family_model
+from tests.support.models.features import LAYOUTS
 from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 from vllm_tap.client.listing import Filters
-
-pytestmark = pytest.mark.timeout(600)
 
 # With adapters vLLM runs experts by kernels in Triton alone: its build for CPUs does not start a mixture so.
 THERE = [family for family, sites in SITES.items() if family not in UNLISTED and (ON_GPU or "experts" not in sites)]
@@ -34,6 +33,10 @@ NAMES = ("", "songs of the sea", "songs of the hills", "songs of the moors")  # 
 ASKED = (0, 1, 2, 1, 0, 2)  # which of them each request of the batch has
 ALL_SLOTS = (0, 1, 2, 3, 0, 2)  # as many as vLLM has slots for
 PROMPTS = [[token % 500 + 5 for token in prompt(length, seed)] for seed, length in enumerate((20, 45, 3, 33, 70, 11))]
+
+EDITS: list[dict[str, Any]] = [{"site": "resid_post.1", "op": "add", "vector": vector(128, 1).tolist()},
+                               {"site": "mlp_post.2", "op": "scale", "by": 0.5, "positions": "generated"},
+                               {"site": "z.1", "op": "scale", "by": 0}]
 
 
 @dataclass
@@ -46,8 +49,9 @@ class Adapted:
     requests: list[Any]
     plain: list[Any]
     crowded: list[Any]
-    plain_layers: dict[str, tuple[str, str]]
+    plain_layers: list[dict[str, tuple[str, str]]]  # by rank
     reloads: bool  # whether this vLLM itself can load weights into layers with adapters
+    edited: list[dict[str, Any]]  # edits that it is armed for
 
 
 def generate(llm: Any, requests: list[Any], ids: Sequence[str | None] = (None,) * len(ASKED),
@@ -70,9 +74,9 @@ def said(output: Any) -> Any:
     return answer.token_ids, [{token: one.logprob for token, one in at.items()} for at in answer.logprobs]
 
 
-def layers(llm: Any) -> dict[str, tuple[str, str]]:
-    """What vLLM would look at: each module's class, and the module's in which its quantization method is."""
-    return llm.apply_model(_classes)[0]  # type: ignore[no-any-return]
+def layers(llm: Any) -> list[dict[str, tuple[str, str]]]:
+    """What vLLM would look at, by rank: each module's class, and that of its quantization method."""
+    return llm.apply_model(_classes)  # type: ignore[no-any-return]
 
 
 def _classes(model: Any) -> dict[str, tuple[str, str]]:
@@ -94,52 +98,57 @@ def reference_of(family: str) -> Reference | BlocksReference:
     return BlocksReference(folder, unlisted) if unlisted else Reference(folder)
 
 
-def start(family: str) -> Any:
+def start(family: str, layout: str = "") -> Any:
     from vllm import LLM
 
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
     # Chunks of a few requests' prompts at a time, so that their adapters are mixed in every way.
     return LLM(str(family_model(family, DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256,
                max_num_seqs=8, max_num_batched_tokens=64, seed=0, enable_prefix_caching=False,
-               enable_lora=True, max_loras=3, max_lora_rank=RANK, **memory)
+               enable_lora=True, max_loras=3, max_lora_rank=RANK, **memory, **LAYOUTS[layout])
 
 
 @pytest.fixture(scope="module", params=[
     pytest.param("qwen3", marks=pytest.mark.versions),
     pytest.param("granite", marks=pytest.mark.soak),  # found by structure, before vLLM wraps its layers
     *(pytest.param(family, marks=pytest.mark.soak) for family in THERE if family != "qwen3"),
-    pytest.param("qwen3 compiled", marks=pytest.mark.soak),
+    pytest.param("qwen3, compiled", marks=pytest.mark.soak),
+    *(pytest.param(f"{family}, {layout}", marks=pytest.mark.soak) for family in ("qwen3", "llama", "gemma2", "phi3")
+      for layout in ("tensor parallel",)),
 ])
 def adapted(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory: pytest.TempPathFactory
             ) -> Iterator[Adapted]:
     """Both engines of a family, one after the other."""
     from vllm.lora.request import LoRARequest
 
-    family, _, compiled = request.param.partition(" ")
+    family, _, how = request.param.partition(", ")
+    layout = how if how in LAYOUTS else ""
     folder = tmp_path_factory.mktemp("adapters")
     references, requests = [reference_of(family)], [None]
     for number, name in enumerate(NAMES[1:], 1):
         references.append(reference_of(family))
         path = make(references[-1], family, folder / str(number), number)
         requests.append(LoRARequest(name, number, str(path)))
-    here = not ON_GPU and family != "gpt_neox"  # vLLM changes Hugging Face's classes of that one
+    here = not (ON_GPU or layout or family == "gpt_neox")  # vLLM changes Hugging Face's classes of that one
     with pytest.MonkeyPatch.context() as patch, in_this_process(here):
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for ``apply_model`` to a process of its own
-        if compiled:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        if how == "compiled":
             patch.delenv("VLLM_CPU_CI_ENV")
         register()  # vLLM loads plugins once a process
         with pytest.MonkeyPatch.context() as without:
             without.delenv("VLLM_TAP_ENDPOINT")
-            untapped = Engine(start(family), reader, references[0])
+            untapped = Engine(start(family, layout), reader, references[0])
             plain, plain_layers = generate(untapped.llm, requests), layers(untapped.llm)
             crowded, reloads = generate(untapped.llm, requests, asked=ALL_SLOTS), reloaded(untapped.llm)
             untapped.close()
         patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
-        if family not in UNLISTED:
-            patch.setenv("VLLM_TAP_EDIT", "resid_post.1,attn_out.0,mlp_out.1,mlp_post.2,z.1")
-        engine = Engine(start(family), reader, references[0])
+        edited = [] if family in UNLISTED or layout == "pipeline parallel" else EDITS[:1] if layout else EDITS
+        if edited:
+            patch.setenv("VLLM_TAP_EDIT", "resid_post.1,attn_out.0,mlp_out.1" + ",mlp_post.2,z.1" * (not layout))
+        engine = Engine(start(family, layout), reader, references[0])
         try:
-            yield Adapted(family, engine, references, requests, plain, crowded, plain_layers, reloads)
+            yield Adapted(family, engine, references, requests, plain, crowded, plain_layers, reloads, edited)
         finally:
             engine.close()
 
@@ -182,11 +191,8 @@ def test_every_row_is_the_adapted_models(adapted: Adapted) -> None:
 
 def test_edits_beside_adapters(adapted: Adapted) -> None:
     """Every second request of the mixed batch is edited; the others are served as ever."""
-    if adapted.family in UNLISTED:
+    if not (edits := adapted.edited):
         pytest.skip("nothing is armed for edits there")
-    edits = [{"site": "resid_post.1", "op": "add", "vector": vector(128, 1).tolist()},
-             {"site": "mlp_post.2", "op": "scale", "by": 0.5, "positions": "generated"},
-             {"site": "z.1", "op": "scale", "by": 0}]
     ids = [new_ulid() if number % 2 else None for number in range(len(ASKED))]
     for id_, output, plain, adapter in zip(ids, generate(adapted.engine.llm, adapted.requests, ids, edits=edits),
                                            adapted.plain, ASKED, strict=True):
@@ -201,7 +207,7 @@ def test_edits_beside_adapters(adapted: Adapted) -> None:
             found = adapted.engine.reader.slice(id_, entry.site, [entry.layer])
             right = rows[entry.site, entry.layer][found.positions]
             assert np.abs(found.values()[0] - right).max() <= TOLERANCE * np.abs(right).max(), entry
-        assert one.tokens[one.prompt_len :] != tuple(plain.outputs[0].token_ids)
+        assert said(output) != said(plain)
 
 
 def test_weights_that_are_loaded_anew_leave_taps_and_adapters_where_they_are(adapted: Adapted) -> None:

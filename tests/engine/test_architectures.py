@@ -31,8 +31,6 @@ from tests.support.models.reference import Reference
 from tests.support.models.unlisted import UNLISTED
 from tests.support.pages import parity_page
 
-pytestmark = pytest.mark.timeout(600)
-
 HEADS = ("q", "k", "v", "q_rot", "k_rot", "z")
 LLAMA = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_post", *HEADS, "embed", "final_norm")
 SITES: dict[str, tuple[str, ...]] = {
@@ -63,7 +61,7 @@ def tolerance(family: str) -> float:
 
 def why_not(family: str, feature: Feature) -> str:
     """Why a feature is not run on a family on this machine; empty where it is."""
-    if family in IMAGED and NO_VISION:
+    if NO_VISION and (family in IMAGED or (family in UNLISTED and UNLISTED[family].vision)):
         return NO_VISION
     here = UNLISTED[family].not_run if family in UNLISTED else {}
     return not_run(GROUPS[feature.group]) or here.get(feature.group, here.get(feature.name, ""))
@@ -121,7 +119,9 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
     # A model that vLLM runs by Hugging Face's classes changes them in place, for references too: another process then.
     here = (not (ON_GPU or LAYOUT or family.startswith("gpt_neox"))
             and (family not in UNLISTED or UNLISTED[family].here))
-    folder, unlisted = family_model(family, DTYPE), UNLISTED.get(family)
+    unlisted = UNLISTED.get(family)
+    dtype = unlisted.dtype or DTYPE if unlisted else DTYPE
+    folder = family_model(family, dtype)
     memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
     with pytest.MonkeyPatch.context() as patch, in_this_process(here):
         patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
@@ -131,7 +131,7 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
             patch.delenv(name)
         if not tapped:
             patch.delenv("VLLM_TAP_ENDPOINT")
-        llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=family not in IMAGED, max_model_len=256,
+        llm: Any = LLM(str(folder), dtype=dtype, skip_tokenizer_init=family not in IMAGED, max_model_len=256,
                        max_num_seqs=8, seed=0, max_logprobs=512, **memory, **LAYOUTS[LAYOUT], **options(family, group))
     return Engine(llm, reader, BlocksReference(folder, unlisted) if unlisted else Reference(folder))
 
@@ -213,12 +213,16 @@ def site_errors(engine: Engine, one: Captured, family: str) -> dict[str, float]:
         assert np.array_equal(rows.token_ids, np.asarray(one.tokens, np.uint32)[rows.positions])
         if entry.site == "experts":
             logits = engine.reader.slice(one.id, "router_logits", [entry.layer], 0, len(one.tokens)).values()[0]
-            assert_chosen(rows.values()[0], logits, family in UNLISTED and UNLISTED[family].grouped)
+            about = UNLISTED.get(family)
+            assert_chosen(rows.values()[0], logits, about is not None and about.grouped,
+                          about is None or not about.mixed)
         assert np.isfinite(rows.values()[0]).all(), (entry.site, entry.layer)
         if ON_GPU and after_a_choice(family, entry.site, entry.layer):
             continue
         x = reference[entry.site, entry.layer][rows.positions]
         length = np.linalg.norm(x, axis=-1)
+        if family in UNLISTED and UNLISTED[family].dtype:
+            length = np.maximum(length, np.median(length))
         error = np.linalg.norm(rows.values()[0] - x, axis=-1) / np.where(length > 0, length, 1)  # padding embeds to 0
         assert np.isfinite(error).all()
         worst[entry.site] = max(worst.get(entry.site, 0.0), float(error.max()))
@@ -231,16 +235,17 @@ def after_a_choice(family: str, site: str, layer: int) -> bool:
         layer > 0 or site in ("experts", "mlp_out", "resid_post", "final_norm"))
 
 
-def assert_chosen(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32], grouped: bool) -> None:
-    """Chosen experts are different ones, by falling logit; none left out has a larger one, unless ``grouped``: then
-    some have, and the largest would have been a wrong answer.
+def assert_chosen(ids: npt.NDArray[np.float32], logits: npt.NDArray[np.float32], grouped: bool, falls: bool) -> None:
+    """Chosen experts are different ones, by falling logit where it ``falls`` with the weight; none left out has a
+    larger one, unless ``grouped``: then some have, and the largest would have been a wrong answer.
     """
     chosen = ids.astype(np.int64)
     assert np.array_equal(chosen, ids) and (np.diff(np.sort(chosen, axis=-1), axis=-1) > 0).all()
     weights = np.take_along_axis(logits, chosen, axis=-1)
-    rising = np.diff(weights, axis=-1).max(axis=-1)
-    assert (rising <= 0).all(), f"{(rising > 0).sum()} of {len(rising)} rows, by at most {rising.max()}"
+    rising = np.diff(weights, axis=-1).max(axis=-1, initial=-np.inf)  # a single expert has none after it
+    assert not falls or (rising <= 0).all(), f"{(rising > 0).sum()} of {len(rising)} rows, by at most {rising.max()}"
     others = logits.copy()
     np.put_along_axis(others, chosen, -np.inf, axis=-1)
     larger = others.max(axis=-1) > weights.min(axis=-1)
-    assert larger.any() if grouped and len(larger) > 20 else grouped or not larger.any()
+    many = len(np.unique(np.sort(chosen, axis=-1), axis=0)) > 8  # a generation may repeat itself
+    assert larger.any() if grouped and many else grouped or not larger.any()

@@ -29,7 +29,6 @@ def as_on_a_gpu(recorder: Any, _: Any) -> None:
     recorder.defer_to_next_call = recorder.async_scheduling = True
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("store")
 def test_another_librarys_code_is_refused_before_the_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import LLM
@@ -40,7 +39,6 @@ def test_another_librarys_code_is_refused_before_the_weights_are_read(monkeypatc
             model_impl="transformers", **SHARED)
 
 
-@pytest.mark.timeout(300)
 def test_chosen_layers_are_armed(reader: StoreReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm import LLM
 

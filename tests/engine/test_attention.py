@@ -23,7 +23,7 @@ from tests.support.models.reference import Reference
 from tests.support.pages.readme import blocks
 from vllm_tap import AttentionRule, Capture, open_store
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="a GPU's rows are no float32")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="a GPU's rows are no float32")]
 
 TOP, LENGTH, BAR = 8, 90, 1e-5
 # A factor of its own, a soft cap that bites, and a window shorter than the prompt, in one layer or in all.

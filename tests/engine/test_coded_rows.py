@@ -23,8 +23,6 @@ from tests.support.engines.draws import SITES, Setting, mix
 from tests.support.engines.play import Played, counted, engine, prove
 from tests.support.models.coded_model import LAYERS, greedy, text, words
 
-pytestmark = pytest.mark.timeout(600)
-
 SETTING = Setting(budget=48, requests=16, block_size=32, blocks=10, piece=16)
 DRAFTING = Setting(budget=48, requests=16, block_size=32, blocks=10, drafts=True)
 RAW = {"codec": "raw"}

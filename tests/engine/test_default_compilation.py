@@ -13,15 +13,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import ALL_ROWS, Captured, Engine
 from tests.support.models.reference import Reference
 from tests.support.store_helpers import until
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def test_rows_of_a_default_engine_in_the_callers_process(

@@ -20,8 +20,6 @@ from tests.support.models.reference import Reference
 from tests.support.store_helpers import until
 from vllm_tap.tiny_model import LAYERS
 
-pytestmark = pytest.mark.timeout(600)
-
 BATCHED_TOKENS = 48
 RAGGED = [7, 60, 1, 33, 150, 49, 48, 2, 97, 20]
 RAW = {"codec": "raw"}

@@ -14,8 +14,6 @@ from tests.engine.conftest import Store
 from tests.support.engines.engines import ALL_ROWS, Engine, prompt, start
 from tests.support.models.reference import Reference
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions),
                                         pytest.param("llama", marks=pytest.mark.soak)])

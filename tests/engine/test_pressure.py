@@ -15,7 +15,7 @@ from tests.engine.conftest import Store
 from tests.support.engines.engines import ALL_ROWS, Engine, prompt, start
 from tests.support.models.reference import Reference
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ from tests.support.models.reference import Reference
 from vllm_tap import rows
 from vllm_tap.tiny_model import HIDDEN
 
-pytestmark = pytest.mark.timeout(300)
-
 F64 = npt.NDArray[np.float64]
 NUMBERS = np.random.default_rng(5)
 DIRECTIONS, BIAS, MEAN = (NUMBERS.standard_normal(shape) for shape in ((3, HIDDEN), 3, HIDDEN))

@@ -18,8 +18,6 @@ from tests.support.models.drafters import draft_model, eagle_head
 from tests.support.models.reference import Reference
 from tests.support.store_helpers import until
 
-pytestmark = pytest.mark.timeout(600)
-
 DRAFTS = 3
 LENGTH = 40
 # Few tokens to choose from: the drafter finds the last ones again and guesses what came then, at times rightly.

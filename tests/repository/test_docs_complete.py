@@ -257,13 +257,13 @@ PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
     "index.md", "concepts.md", "tutorials/first-capture.md", "tutorials/logit-lens.md", "howto/attention.md",
     "howto/buckets.md", "howto/coming-from.md", "howto/containers.md", "howto/edits.md", "howto/extend.md",
     "howto/look-inside.md", "howto/operate.md", "howto/patching.md", "howto/postgres.md", "howto/probes.md",
-    "howto/ray.md", "howto/sae-training.md", "howto/several-engines.md", "howto/several-hosts.md",
+    "howto/ray.md",
+    "howto/sae-training.md", "howto/several-engines.md", "howto/several-hosts.md", "howto/several-writers.md",
     "howto/troubleshooting.md", "howto/verify.md", "howto/xarray.md", "explain/security.md", "explain/tap.md",
-    "explain/walk.md",
-    "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md", "reference/errors.md",
-    "reference/limits.md", "reference/metrics.md", "reference/operations.md", "reference/protocol.md",
-    "reference/settings.md", "reference/sizes.md", "reference/spec.md", "reference/store.md", "evidence/faults.md",
-    "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/performance.md",
+    "explain/walk.md", "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md",
+    "reference/errors.md", "reference/limits.md", "reference/metrics.md", "reference/operations.md",
+    "reference/protocol.md", "reference/settings.md", "reference/sizes.md", "reference/spec.md", "reference/store.md",
+    "evidence/faults.md", "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/performance.md",
     "evidence/production-checklist.md")), *HTTP)
 WORDS_MAX: Final = 30  # of a sentence; 25 is the aim
 _CLAUSE: Final = re.compile(r"\*?(What|Who|Whoever|Whatever|Where) ")

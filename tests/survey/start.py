@@ -53,11 +53,13 @@ def survey(architecture: str, folder: Path) -> dict[str, Any]:
 def _start(folder: Path, dtype: str, weights: bool) -> Any:
     from vllm import LLM
 
-    # vLLM's C++ rotary embedding on the CPU is wrong for queries of three dimensions: its own in torch is right.
+    # vLLM's C++ rotary embedding on the CPU is wrong for queries of three dimensions: its own in torch is right. Of its
+    # two kernels of latent attention for CPUs the one that it takes where they have AMX knows bfloat16 alone; models
+    # without latent attention do not mind.
     return LLM(str(folder), load_format="auto" if weights else "dummy", dtype=dtype, enforce_eager=True,
                skip_tokenizer_init=not (folder / "tokenizer.json").is_file(), max_model_len=256, max_num_seqs=2,
                max_num_batched_tokens=256, seed=0, enable_prefix_caching=False,
-               compilation_config={"custom_ops": ["none"]})
+               compilation_config={"custom_ops": ["none"]}, attention_backend="CPU_MLA")
 
 
 @contextmanager

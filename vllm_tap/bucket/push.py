@@ -60,6 +60,8 @@ __all__ = ["Pushed", "push"]
 erasing_s_max: Final = 60.0
 _MOMENTS: Final = 8  # of the catalog that are tried, where captures are deleted meanwhile
 _OURS: Final = ("blocks/", f"{CATALOGS}/", f"{RETIRED}/", ".head.lock", CONDITIONS)
+_OWN_PREFIX: Final = ("push each writer's store to a prefix of its own, such as s3://BUCKET/PREFIX/NAME: all below "
+                      "s3://BUCKET/PREFIX are read together")
 Tell = Callable[[int, int], None]
 
 
@@ -194,7 +196,7 @@ def _look(objects: Objects, uuid: bytes) -> _Seen:
         return _Seen(None, None, there, bool(there))
     head = read_head(data, objects.url)
     if head.store != uuid.hex():
-        raise TapError(f"{objects.url}: holds the store {head.store}, this one is {uuid.hex()}; name another prefix")
+        raise TapError(f"{objects.url}: holds the store {head.store}, this one is {uuid.hex()}; {_OWN_PREFIX}")
     return _Seen(head, version, objects.sizes(), True)
 
 
@@ -315,6 +317,9 @@ def _head_after(going: _Push, head: Head, error: BucketError) -> tuple[Head, boo
         now = read_head(objects.get(HEAD, limits.bucket_head_bytes_max)[0], objects.url)
     except FileNotFoundError:
         raise error from None
+    if now.store != head.store:
+        raise OutrunError("push to", objects.url, f"another store, {now.store}, was pushed there first", _OWN_PREFIX
+                          ) from None
     if now.push == head.push:
         going.known.settle(now)
         return now, True

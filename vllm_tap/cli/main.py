@@ -26,7 +26,7 @@ from vllm_tap.cli import bucket, fidelity, keys, sites, sizes, upkeep, verify
 from vllm_tap.cli.options import (
     ActBits,
     ActMode,
-    AnyStore,
+    AnyStores,
     Arm,
     Catalog,
     Durability,
@@ -227,7 +227,7 @@ def capture(
 
 @app.command("ls")
 def list_captures(
-    store: AnyStore = "captures",
+    store: AnyStores,
     status: Annotated[str | None, typer.Option(help=f"Only captures of this status: {', '.join(STATUSES)}.")] = None,
     tag: Annotated[list[str] | None, typer.Option(
         help="Only captures with this tag: KEY=VALUE, or KEY for any value; repeatable, all must be there.")] = None,
@@ -258,7 +258,7 @@ def list_captures(
 @app.command()
 def show(
     ref: Ref,
-    store: AnyStore = "captures",
+    store: AnyStores,
     catalog: Catalog = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
 ) -> None:
@@ -270,9 +270,9 @@ def show(
 
 @app.command()
 def export(
+    store: AnyStores,
     ref: Annotated[str | None, typer.Argument(
         help="A capture id, a response id or an X-Request-Id; hf: without it, all complete captures.")] = None,
-    store: AnyStore = "captures",
     format: Annotated[Format, typer.Option(
         help="npz, safetensors: one file; npy: a file for each array; npz of rp8, full8, topk8: the codes, a file for "
              "each layer; hf: a Hugging Face dataset; zarr: a folder for xarray, dask or any client of Zarr v3.",

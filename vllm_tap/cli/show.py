@@ -12,7 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
+from schemas.bucket.places import shown_places
 from schemas.bucket.reader import Source, open_reader
+from schemas.bucket.several import SeveralReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
 from schemas.ids import split_capture_id
@@ -55,23 +57,26 @@ def print_captures(store: Source, status: str | None, chosen: CaptureFilter, lim
                       " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
                       str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
     narrowed = status is not None or before is not None or chosen != CaptureFilter()
-    console().print(table if rows else f"no captures in {store}" + (" that pass the filters" if narrowed else ""))
+    console().print(table if rows else f"no captures in {shown_places(store)}"
+                    + (" that pass the filters" if narrowed else ""))
 
 
 def print_manifest(store: Source, ref: str, as_json: bool) -> None:
     """One capture; every sample of it where ``ref`` names several."""
     with open_reader(store) as reader:
         manifests = [reader.manifest(sample) for sample in reader.samples(ref)]
+        place = reader.place_of(ref) if isinstance(reader, SeveralReader) else ""
     if as_json:
         print_json(*manifests, indent=2)
         return
     out = console()
     for manifest in manifests:
-        out.print(_facts(manifest))
+        out.print(_facts(manifest, place))
         out.print(_rows(manifest))
 
 
-def _facts(manifest: Manifest) -> Table:
+def _facts(manifest: Manifest, place: str) -> Table:
+    """``place``: the store, where several are read."""
     facts = Table(box=None, show_header=False, pad_edge=False)
     facts.add_column(style="bold")
     facts.add_column()
@@ -81,6 +86,7 @@ def _facts(manifest: Manifest) -> Table:
     for name, value in (
         ("capture", Text(manifest.id)),
         ("status", Text(manifest.status, _STATUS_STYLES.get(manifest.status, ""))),
+        *([("store", Text(place))] if place else []),
         ("also called", Text(", ".join(manifest.aliases) or "–")),
         ("model", Text(f"{manifest.engine.get('model', '?')}, {manifest.engine.get('model_dtype', '?')}"
                        + (f", adapter {manifest.adapter}" if manifest.adapter else ""))),

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from schemas import limits
 from schemas.catalog.filters import CaptureFilter, milliseconds, moment
 from schemas.errors import ArgumentError
 from schemas.manifest import STATUSES
-from schemas.read.captures import CaptureRow, CatalogReader
+from schemas.read.captures import CaptureRow
 from schemas.sites import ask_site
 
 __all__ = ["Filters", "Where", "filtered", "wanted"]
 
 Where = Mapping[str, str] | Callable[[CaptureRow], bool] | None
 Page = tuple[list[CaptureRow], str | None]  # lines, newest first, and the id to go on after; None on the last page
+
+
+class HasPages(Protocol):
+    """A reader of lists: of one store, or of several."""
+
+    def page(self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
+             wanted: CaptureFilter | None = None) -> Page:
+        """A page, and the ``before`` of the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class Filters:
                  "since": _ms("since", self.since), "until": _ms("until", self.until), "text": self.text}
         return {name: value for name, value in asked.items() if value is not None}
 
-    def of(self, reader: CatalogReader, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
+    def of(self, reader: HasPages, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
         """What is wanted of a store, newest first, page by page as it is taken."""
         return filtered(reader, self.status, self.capture_filter(), limit, before)
 
@@ -90,7 +98,7 @@ class Filters:
                 return
 
 
-def filtered(reader: CatalogReader, status: str | None, chosen: CaptureFilter, limit: int | None, before: str | None
+def filtered(reader: HasPages, status: str | None, chosen: CaptureFilter, limit: int | None, before: str | None
            ) -> Iterator[CaptureRow]:
     """What of a store passes, newest first, page by page as it is taken."""
     return Filters.pages(lambda count, after: reader.page(None, status, count, after, chosen), limit, before)

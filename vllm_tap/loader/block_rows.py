@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from schemas.bucket.reader import AnyReader
+from schemas.bucket.reader import OneReader
 from vllm_tap.loader.row_index import RowIndex
 
 __all__ = ["Stored", "copy_by_block"]
@@ -16,7 +16,7 @@ I64 = npt.NDArray[np.int64]
 Stored = dict[str, npt.NDArray[np.uint8]]  # pieces by stream, uint8 [rows, piece bytes]
 
 
-def copy_by_block(reader: AnyReader, index: RowIndex, keys: Sequence[int], numbers: I64, stored: Sequence[Stored],
+def copy_by_block(reader: OneReader, index: RowIndex, keys: Sequence[int], numbers: I64, stored: Sequence[Stored],
                   slots: I64) -> npt.NDArray[np.uint32]:
     """Copy rows ``numbers`` of sealed blocks to ``slots`` of the keys' arrays, and give their token ids [n].
 

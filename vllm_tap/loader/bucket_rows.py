@@ -33,19 +33,19 @@ class BucketRows:
             raise
         self._bucket = bucket
 
-    def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored]) -> I64:
+    def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored], token_id: I64) -> None:
         """As of a folder. NotFoundError where a row's capture was deleted since, CorruptError and BucketError where the
         bucket has not what it must have.
         """
         try:
-            return self._filled(chosen, slots, stored)
+            self._fill(chosen, slots, stored, token_id)
         except CorruptError:
             raise
         except (BucketError, StoreError):
             if not self._reader.refresh():
                 raise
             self._look_up(self._bucket)
-            return self._filled(chosen, slots, stored)
+            self._fill(chosen, slots, stored, token_id)
 
     def close(self) -> None:
         """Close what is open; what was copied stays."""
@@ -54,11 +54,9 @@ class BucketRows:
     def _look_up(self, bucket: InBucket) -> None:
         self.index = replace(relocated(self.index, self._reader), bucket=replace(bucket, push=self._reader.head.push))
 
-    def _filled(self, chosen: I64, slots: I64, stored: Sequence[Stored]) -> I64:
-        token_id = np.empty(len(chosen), np.int64)
+    def _fill(self, chosen: I64, slots: I64, stored: Sequence[Stored], token_id: I64) -> None:
         for key in range(len(self.index.keys)):
             if key == 0 or stored[key]:
                 found = copy_by_block(self._reader, self.index, [key], chosen, stored, slots)
                 if key == 0:
                     token_id[slots] = found
-        return token_id

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,16 +22,18 @@ import torch
 import xxhash
 from torch.utils.data import IterableDataset, get_worker_info
 
+from schemas.bucket.places import Stores
+from schemas.bucket.reader import share_of
 from schemas.errors import ArgumentError
 from vllm_tap.client.captures import Layers
-from vllm_tap.client.listing import Where
-from vllm_tap.loader.bucket_rows import BucketRows
+from vllm_tap.client.listing import Where, wanted
 from vllm_tap.loader.epoch_plan import WINDOW_ROWS, EpochPlan, rows_between, units_of
-from vllm_tap.loader.row_files import RowFiles
-from vllm_tap.loader.row_index import BLOCK_ROWS, InBucket, RowIndex, build_index, keys_of
+from vllm_tap.loader.joined_index import AnyIndex, index_each, joined, stores_named
+from vllm_tap.loader.row_index import BLOCK_ROWS, build_index, keys_of
 from vllm_tap.loader.row_window import Batch, Window, WindowMemory
+from vllm_tap.loader.stored_rows import open_rows
 from vllm_tap.progress import ProgressReport
-from vllm_tap.store import Store, folder_of
+from vllm_tap.store import Store
 
 __all__ = ["Activations", "RowDataset", "activations", "rows"]
 
@@ -40,12 +41,15 @@ _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 I64 = npt.NDArray[np.int64]
 
 
-def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = None, *,
+def rows(store: Stores | Store, site: str | Sequence[str], layer: Layers = None, *,
          where: Where = None, codec: str | None = None, batch: int = 4096, dtype: torch.dtype = torch.float32,
          seed: int = 0, shuffle: bool = True, window: int = WINDOW_ROWS, rank: int | None = None,
          world: int | None = None, verify: bool = False, allow_missing: bool = True, progress: ProgressReport = False
          ) -> RowDataset:
     """The rows of a site and layer over all captures that ended, as batches of one epoch.
+
+    ``store`` may be several, as in ``open_store``: an epoch has the rows of all of them, each once, in the same order
+    wherever the stores lie and however they are named. ConflictError where two have one capture.
 
     Several sites or layers (``["resid_mid.3", "mlp_out.3"]``, or one site and a list of layers) come aligned: row i of
     each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``; ``codec``
@@ -58,24 +62,19 @@ def rows(store: str | Path | Store, site: str | Sequence[str], layer: Layers = N
     (a number in ``captures``), int64 [batch]. The last batch of a shard may be smaller. Iterating raises NotFoundError
     where a capture was deleted since: its rows are never handed out as the zeros that replace them.
     """
-    path = _in_bucket(store) or folder_of(store)
     if dtype not in _DTYPES:
         raise ArgumentError("dtype", dtype, f"valid: {', '.join(map(str, _DTYPES))}")
     if where is not None and not callable(where) and not (
             isinstance(where, Mapping) and all(isinstance(value, str) for value in where.values())):
         raise ArgumentError("where", where, "valid: tags and their values, both strings, or a function of a CaptureRow")
     plan = EpochPlan(seed, shuffle, batch, window, *_process(rank, world))
-    index = build_index(path, keys_of(site, layer), where, codec, progress, allow_missing)
+    keys, stores = keys_of(site, layer), stores_named(store)
+    indexes = [build_index(stores[0], keys, where, codec, progress, allow_missing)] if len(stores) == 1 else index_each(
+        stores, keys, lambda _, row: wanted(where, row), codec, progress, allow_missing)
     if isinstance(store, Store):
-        index = replace(index, cache=store.opened[1], cache_bytes=store.opened[2])
-    return RowDataset(index, plan, dtype, verify)
-
-
-def _in_bucket(store: str | Path | Store) -> InBucket | None:
-    """The store in a bucket, None of one in a folder."""
-    url, cache, cache_bytes = store.opened if isinstance(store, Store) else (store, None, None)
-    catalog = store.catalog if isinstance(store, Store) else None
-    return InBucket(url, cache, cache_bytes, catalog=catalog) if isinstance(url, str) and "://" in url else None
+        _, cache, cache_bytes = store.opened
+        indexes = [replace(index, cache=cache, cache_bytes=share_of(cache_bytes, len(stores))) for index in indexes]
+    return RowDataset(joined(indexes), plan, dtype, verify)
 
 
 def _process(rank: int | None, world: int | None) -> tuple[int, int]:
@@ -98,7 +97,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     window, ranks and workers. With a DataLoader of several workers ask ``state_after(batches, workers)``.
     """
 
-    def __init__(self, index: RowIndex, plan: EpochPlan, dtype: torch.dtype, verify: bool) -> None:
+    def __init__(self, index: AnyIndex, plan: EpochPlan, dtype: torch.dtype, verify: bool) -> None:
         self.index, self.plan, self.dtype, self.verify, self.epoch = index, plan, dtype, verify, 0
         self.batch, self.window = plan.batch, plan.window
         self.units = units_of(index)
@@ -200,10 +199,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         order = self.plan.order(self.units, self.epoch, worker, workers)
         firsts, ends = self.units[order], np.cumsum(np.diff(self.units)[order])  # of the units, in this order
         total = int(ends[-1]) if len(ends) else 0
-        bucket = self.index.bucket
-        sweepers = self.plan.world * workers
-        files = (RowFiles(self.index, self.verify, sweepers) if bucket is None else
-                 BucketRows(self.index, bucket, sweepers))
+        files = open_rows(self.index, self.verify, self.plan.world * workers)
         try:
             for number in range(skip * self.batch // self.window, -(-total // self.window)):
                 begin, end = number * self.window, min((number + 1) * self.window, total)
@@ -281,7 +277,7 @@ class Activations(Iterator[torch.Tensor]):
             self._rest = self._more()[begun:]
 
 
-def activations(store: str | Path | Store, hook_name: str, batch: int = 4096, **options: Any) -> Activations:
+def activations(store: Stores | Store, hook_name: str, batch: int = 4096, **options: Any) -> Activations:
     """Iterate over the rows of one hook without end, float32 ``[batch, d_in]``: a data provider for SAE trainers.
 
     ``hook_name`` is TransformerLens's (``blocks.12.hook_resid_post``) or ``resid_post.12``. ``options`` are those of

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.errors import ArgumentError
-from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex
+from vllm_tap.loader.joined_index import AnyIndex, JoinedIndex
+from vllm_tap.loader.row_index import BLOCK_ROWS
 
 __all__ = ["WINDOW_ROWS", "EpochPlan", "rows_between", "units_of"]
 
@@ -70,12 +71,16 @@ class EpochPlan:
         return -(-self.rows_read(units, epoch, worker, workers) // self.batch)
 
 
-def units_of(index: RowIndex) -> I64:
+def units_of(index: AnyIndex) -> I64:
     """The first row of each unit that is read as one, and at the end the number of rows, int64 ``[units + 1]``.
 
     A unit is of one segment, and has at most ``BLOCK_ROWS`` neighbours. In a cold block they are of the same
     ``BLOCK_ROWS`` rows of that, which are chunks of their own.
     """
+    if isinstance(index, JoinedIndex):
+        ends = np.cumsum([0, *(part.rows for part in index.parts)])
+        units = [units_of(part)[:-1] + end for part, end in zip(index.parts, ends[:-1], strict=True)]
+        return np.concatenate([*units, ends[-1:]])
     segment, offset = index.frames[index.frame[0]].T
     within = segment != np.append(-1, segment[:-1])
     number = np.arange(index.rows) - np.maximum.accumulate(np.where(within, np.arange(index.rows), 0))

@@ -52,9 +52,9 @@ class RowFiles:
         # ends and nothing is left of what this module has imported.
         self._file: tuple[int, Path, FileIO] | None = None
 
-    def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored]) -> I64:
-        """Copy rows ``chosen`` of the index to ``slots``, a permutation of 0 … n - 1, of every key's arrays; their
-        token ids by slot, int64 [n]. A key whose entry of ``stored`` has no arrays is left out.
+    def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored], token_id: I64) -> None:
+        """Copy rows ``chosen`` of the index to ``slots`` of every key's arrays, and their token ids to those of
+        ``token_id``. A key whose entry of ``stored`` has no arrays is left out.
 
         Rows that were moved since (by compaction) are looked up anew: ``index`` then is another, of the same rows. What
         ``copy`` raises.
@@ -62,7 +62,8 @@ class RowFiles:
         while True:
             away = self._look()
             try:
-                return self._filled(chosen, slots, stored, away)
+                self._fill(chosen, slots, stored, token_id, away)
+                return
             except CorruptError:
                 raise
             except StoreError:
@@ -82,8 +83,8 @@ class RowFiles:
                     self._forget(number)
         return self._away
 
-    def _filled(self, chosen: I64, slots: I64, stored: Sequence[Stored], away: Mapping[int, Evicted]) -> I64:
-        token_id = np.empty(len(chosen), np.int64)
+    def _fill(self, chosen: I64, slots: I64, stored: Sequence[Stored], token_id: I64, away: Mapping[int, Evicted]
+              ) -> None:
         evicted = np.isin(self.index.frames[:, 0], list(away))
         for keys in self._alike(stored):
             frame, row = self.index.frame[keys[0]][chosen], self.index.row[keys[0]][chosen]
@@ -100,7 +101,6 @@ class RowFiles:
                 found = self.copy(keys, numbers[begin:end], stored, where)
                 if keys[0] == 0:
                     token_id[where] = found
-        return token_id
 
     def _beyond(self) -> StoreReader:
         """Who reads evicted rows, which knows of all that moved since."""

@@ -91,6 +91,11 @@ class RowIndex:
         return len(self.position)
 
     @property
+    def place(self) -> Path | InBucket:
+        """The store."""
+        return self.store if self.bucket is None else self.bucket
+
+    @property
     def names(self) -> list[str]:
         """``site.layer`` of the keys, each once."""
         return list(dict.fromkeys(map(name_of, self.keys)))

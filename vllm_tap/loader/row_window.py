@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from vllm_tap.loader.block_rows import Stored
-from vllm_tap.loader.bucket_rows import BucketRows
+from vllm_tap.loader.joined_index import AnyIndex
 from vllm_tap.loader.row_decode import decode, fresh, is_as_stored
-from vllm_tap.loader.row_files import RowFiles
-from vllm_tap.loader.row_index import RowIndex, name_of
+from vllm_tap.loader.row_index import name_of
+from vllm_tap.loader.stored_rows import StoredRows
 
 __all__ = ["Batch", "Window", "WindowMemory"]
 
@@ -35,7 +35,7 @@ class WindowMemory:
     def __reduce__(self) -> tuple[type[WindowMemory], tuple[()]]:
         return WindowMemory, ()
 
-    def take(self, index: RowIndex, rows: int) -> list[Stored]:
+    def take(self, index: AnyIndex, rows: int) -> list[Stored]:
         """By key and stream uint8 [at least rows, piece bytes]: what was given back, unless someone looks at it still
         or it is too small; then fresh memory.
         """
@@ -62,7 +62,7 @@ class WindowMemory:
 class Window:
     """The stored bytes of some rows, each at its slot; decoded a batch at a time."""
 
-    def __init__(self, files: RowFiles | BucketRows, chosen: I64, slots: I64, memory: WindowMemory, most: int,
+    def __init__(self, files: StoredRows, chosen: I64, slots: I64, memory: WindowMemory, most: int,
                  dtype: torch.dtype) -> None:
         """``most`` rows are in the largest window that ``memory`` is for."""
         self._index, self._memory, self._dtype = files.index, memory, dtype
@@ -70,7 +70,8 @@ class Window:
         self._lent: list[weakref.ref[Bytes]] = []  # the arrays that batches are views of
         self._row = np.empty(len(chosen), np.int64)
         self._row[slots] = chosen
-        self._token_id = files.fill(chosen, slots, self._stored)
+        self._token_id = np.empty(len(chosen), np.int64)
+        files.fill(chosen, slots, self._stored, self._token_id)
 
     def batch(self, begin: int, end: int, copied: bool) -> Batch:
         """Rows at the slots ``[begin, end)``; what is stored as wanted is a view of the window unless ``copied``."""

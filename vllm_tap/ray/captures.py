@@ -12,11 +12,12 @@ from schemas.errors import ArgumentError, LimitError
 from vllm_tap.client.captures import Layers
 from vllm_tap.client.convert import need
 from vllm_tap.client.listing import Where
-from vllm_tap.loader.row_index import keys_of
+from vllm_tap.loader.joined_index import stores_named
+from vllm_tap.loader.row_index import InBucket, keys_of
 from vllm_tap.progress import ProgressReport
 from vllm_tap.ray.row_part import DTYPES, columns_of, rows_a_task
 from vllm_tap.ray.stores import Chosen, index_stores
-from vllm_tap.store import Store, folder_of
+from vllm_tap.store import Store
 
 if TYPE_CHECKING:
     import ray.data
@@ -47,8 +48,9 @@ def read_captures(store: AnyStore | Sequence[AnyStore], *, sites: str | Sequence
         task_bytes: of the tensors that one task reads; at most 256 MiB.
         options: of ``ray.data.read_datasource``, such as ``concurrency=2``.
 
-    Every node must see the store under the same path. A task that is run again reads the same rows. The captures are
-    chosen now: one that ends later is not in this dataset, and one that is deleted makes reading raise NotFoundError.
+    Every node must see a store in a folder under the same path, or have the credentials of its bucket. A task that is
+    run again reads the same rows. The captures are chosen now: one that ends later is not in this dataset, and one that
+    is deleted makes reading raise NotFoundError.
 
     Raises:
         MissingRows: a chosen capture lacks rows; it names the first, its ranges and the reasons.
@@ -62,9 +64,9 @@ def read_captures(store: AnyStore | Sequence[AnyStore], *, sites: str | Sequence
     """
     data = need("ray.data", "read_captures()", "ray")
     need("pyarrow", "read_captures()", "ray")
-    stores = [store] if isinstance(store, str | Path | Store) else list(store)
-    paths = [folder_of(each).absolute() for each in stores]
-    if not paths or len(set(paths)) != len(paths):
+    given = [store] if isinstance(store, str | Path | Store) else list(store)
+    stores = [each if isinstance(each, InBucket) else each.absolute() for one in given for each in stores_named(one)]
+    if not stores or len(set(map(str, stores))) != len(stores):
         raise ArgumentError("store", store, "a store, or several, each once")
     if dtype not in DTYPES:
         raise ArgumentError("dtype", dtype, f"valid: {', '.join(DTYPES)} (Arrow has no bfloat16)")
@@ -78,7 +80,7 @@ def read_captures(store: AnyStore | Sequence[AnyStore], *, sites: str | Sequence
         keys = keys_of(sites, layers)
     except ArgumentError as error:  # by the names that they have here
         raise ArgumentError(f"{error.field}s", error.value, error.reason) from None
-    indexes = index_stores(paths, keys, where, codec, progress, allow_missing)
+    indexes = index_stores(stores, keys, where, codec, progress, allow_missing)
     known = columns_of(indexes[0], dtype)
     chosen = known if columns is None else tuple(columns)
     if isinstance(columns, str) or not chosen or len({*chosen} & {*known}) != len(chosen):
@@ -89,7 +91,7 @@ def read_captures(store: AnyStore | Sequence[AnyStore], *, sites: str | Sequence
         raise LimitError("tasks", tasks, limits.ray_tasks_max, "give a larger task_bytes, or choose with where=…")
     from vllm_tap.ray.datasource import CaptureDatasource
 
-    source = CaptureDatasource(tuple(Chosen(index.store, tuple(index.captures)) for index in indexes), indexes[0].keys,
+    source = CaptureDatasource(tuple(Chosen(index.place, tuple(index.captures)) for index in indexes), indexes[0].keys,
                                codec, dtype, verify, task_bytes, chosen)
     source.keep(indexes)
     return data.read_datasource(source, override_num_blocks=tasks, **options)

@@ -78,7 +78,7 @@ class CaptureDatasource(Datasource):  # type: ignore[misc]  # Ray is not looked 
                 rows = picked[begin:begin + step][:per_task_row_limit]
                 part = RowPart(only(index, rows), first + rows, columns, self.dtype, self.verify)
                 about = BlockMetadata(num_rows=len(rows), size_bytes=len(rows) * nbytes, exec_stats=None,
-                                      input_files=[str(index.store)])
+                                      input_files=[str(index.place)])
                 tasks.append(ReadTask(part.read, about, schema, per_task_row_limit))
             first += index.rows
         return tasks

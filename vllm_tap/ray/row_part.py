@@ -14,8 +14,8 @@ from schemas.errors import ArgumentError, StoreError
 from schemas.read.reader import read_store_uuid
 from schemas.read.slices import RowFormat
 from vllm_tap.loader.block_rows import Stored
-from vllm_tap.loader.row_files import RowFiles
 from vllm_tap.loader.row_index import BLOCK_ROWS, RowIndex, name_of
+from vllm_tap.loader.stored_rows import open_rows
 
 __all__ = ["CODES", "DTYPES", "ROW_COLUMNS", "RowPart", "columns_of", "rows_a_task"]
 
@@ -41,14 +41,15 @@ class RowPart:
         StoreError where this node does not see the store.
         """
         index, count = self.index, len(self.row)
-        _check_store(index)
+        if index.bucket is None:
+            _check_store(index)
         wanted = [bool(_columns_of_key(index, key, self.dtype) & set(self.columns)) for key in range(len(index.keys))]
         stored: list[Stored] = [
             {stream.name: np.empty((count, stream.nbytes), np.uint8) for stream in kind.streams} if is_wanted else {}
             for kind, is_wanted in zip(index.kinds, wanted, strict=True)]
-        files = RowFiles(index, self.verify)
+        files, token_id = open_rows(index, self.verify), np.empty(count, np.int64)
         try:
-            token_id = files.fill(np.arange(count), np.arange(count), stored)
+            files.fill(np.arange(count), np.arange(count), stored, token_id)
         finally:
             files.close()
         yield self._table(token_id, stored)

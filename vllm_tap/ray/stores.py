@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 
-from schemas.errors import ArgumentError, NotFoundError
-from schemas.read.reader import CaptureRow, StoreReader
+from schemas.bucket.reader import OneReader
+from schemas.errors import NotFoundError
+from schemas.read.reader import StoreReader
 from vllm_tap.client.listing import Filters, Where, wanted
-from vllm_tap.loader.row_index import Key, RowIndex, build_index
+from vllm_tap.loader.joined_index import OneStore, index_each
+from vllm_tap.loader.row_index import InBucket, Key, RowIndex, build_index
 from vllm_tap.progress import ProgressReport
 
 __all__ = ["Chosen", "index_again", "index_stores"]
@@ -19,37 +21,18 @@ __all__ = ["Chosen", "index_again", "index_stores"]
 class Chosen:
     """The captures of a store whose rows are read."""
 
-    store: Path
+    store: OneStore
     captures: tuple[str, ...]
 
 
-def index_stores(stores: Sequence[Path], keys: tuple[Key, ...], where: Where, codec: str | None,
+def index_stores(stores: Sequence[OneStore], keys: tuple[Key, ...], where: Where, codec: str | None,
                  progress: ProgressReport, allow_missing: bool) -> list[RowIndex]:
-    """An index for each store that has rows, in their order.
-
-    What ``build_index`` raises, NotFoundError only where no store has rows; SpecError where stores hold rows of
-    different kinds.
-    """
+    """An index for each store that has rows, in their order; what ``build_index`` and ``index_each`` raise."""
     if len(stores) == 1:
         return [build_index(stores[0], keys, where, codec, progress, allow_missing)]
     home = _homes(stores)
-    found: list[RowIndex] = []
-    nothing: NotFoundError | None = None
-    for number, store in enumerate(stores):
-        def is_here(row: CaptureRow, number: int = number) -> bool:
-            return home.get(row.id) == number and wanted(where, row)
-
-        try:
-            found.append(build_index(store, keys, is_here, codec, progress, allow_missing))
-        except NotFoundError as error:
-            nothing = error
-    if not found:
-        raise NotFoundError(f"none of {len(stores)} stores has such rows; the last: {nothing}")
-    for other in found[1:]:
-        if (other.kinds, other.keys) != (found[0].kinds, found[0].keys):
-            raise ArgumentError("codec", codec, f"{found[0].store} and {other.store} hold rows of different kinds: "
-                                                "choose with codec=… or where=…")
-    return found
+    return index_each(stores, keys, lambda number, row: home.get(row.id) == number and wanted(where, row), codec,
+                      progress, allow_missing)
 
 
 def index_again(chosen: Chosen, keys: tuple[Key, ...], codec: str | None) -> RowIndex:
@@ -62,12 +45,12 @@ def index_again(chosen: Chosen, keys: tuple[Key, ...], codec: str | None) -> Row
     return found
 
 
-def _homes(stores: Sequence[Path]) -> dict[str, int]:
+def _homes(stores: Sequence[OneStore]) -> dict[str, int]:
     """By capture that has ended the number of its store: the first that has it complete, else the first that has it."""
     home: dict[str, int] = {}
     complete: set[str] = set()
     for number, store in enumerate(stores):
-        with StoreReader(store) as reader:
+        with _open(store) as reader:
             for row in Filters().of(reader):
                 if row.status == "complete" and row.id not in complete:
                     complete.add(row.id)
@@ -75,3 +58,7 @@ def _homes(stores: Sequence[Path]) -> dict[str, int]:
                 elif row.status == "incomplete":
                     home.setdefault(row.id, number)
     return home
+
+
+def _open(store: OneStore) -> AbstractContextManager[OneReader]:
+    return store.open() if isinstance(store, InBucket) else StoreReader(store)

@@ -82,7 +82,6 @@ def playing(folder: Path, *api: str) -> Iterator[Case]:
             yield Case(stack, ranks)
 
 
-@pytest.mark.timeout(600)
 def test_what_needs_a_dead_rank_is_refused_until_it_is_back(tmp_path: Path) -> None:
     with playing(tmp_path) as case:
         assert case.comes([])
@@ -110,7 +109,6 @@ def test_what_needs_a_dead_rank_is_refused_until_it_is_back(tmp_path: Path) -> N
         case.served(Q)
 
 
-@pytest.mark.timeout(600)
 def test_an_engine_that_starts_anew_is_accepted_and_one_that_ended_loses_no_rank(tmp_path: Path) -> None:
     """The first rank begins every capture: without its sender none is taken on, until the engine starts again."""
     with playing(tmp_path) as case:
@@ -129,7 +127,6 @@ def test_an_engine_that_starts_anew_is_accepted_and_one_that_ended_loses_no_rank
             assert not until(lambda: case.stack.http.get("/v1/capabilities").json()["lost_ranks"], 3 * LOST_S)
 
 
-@pytest.mark.timeout(600)
 def test_requests_that_did_not_ask_are_served_without_a_capture(tmp_path: Path) -> None:
     with playing(tmp_path, "--capture-all", '{"sites": ["q"]}') as case:
         case.ranks.kill(3)
@@ -154,7 +151,6 @@ def test_a_rank_that_never_greeted_is_lost_too(tmp_path: Path) -> None:
         lame.__exit__()
 
 
-@pytest.mark.timeout(600)
 def test_a_request_may_go_to_any_engine_of_a_data_parallel_group(tmp_path: Path) -> None:
     """What needs a dead rank of one of them is refused, whichever came last."""
     with playing(tmp_path) as case, LivingRanks(case.stack.endpoint, RANKS, "01S-abc-0") as one, \
@@ -170,7 +166,6 @@ def test_a_request_may_go_to_any_engine_of_a_data_parallel_group(tmp_path: Path)
         assert case.comes([])
 
 
-@pytest.mark.timeout(600)
 def test_a_data_parallel_engine_of_one_rank_is_named(tmp_path: Path) -> None:
     """Its capture under way ends with the reason, and none is begun until its sender is back."""
     with playing(tmp_path) as case, LivingRanks(case.stack.endpoint, 1, "01S-abc-0") as one, \
@@ -195,7 +190,6 @@ def test_a_data_parallel_engine_of_one_rank_is_named(tmp_path: Path) -> None:
         assert case.comes([])
 
 
-@pytest.mark.timeout(600)
 def test_of_several_engines_another_takes_what_needs_the_dead_rank(tmp_path: Path) -> None:
     """And none does where it has lost one too, or where the request names the first."""
     with stack_in(tmp_path) as stack:

@@ -14,7 +14,6 @@ from tests.support.engines.engines import DTYPE, ON_GPU, Engine, in_this_process
 from tests.support.models.families import FAMILIES, family_model
 from tests.support.models.reference import Reference
 
-pytestmark = pytest.mark.timeout(600)
 HERE = [family for family in FAMILIES if family != "gpt_neox"]  # vLLM changes Hugging Face's classes of that one
 FAST = ("mixtral",)
 

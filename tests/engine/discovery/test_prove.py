@@ -17,7 +17,6 @@ from tests.support.models.families import family_model
 
 EVERY = ("resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "embed", "final_norm")
 
-pytestmark = pytest.mark.timeout(600)
 OFF_MAX = 1e-6  # float32; a tensor that is not the site's is off by a tenth and more
 
 

@@ -8,8 +8,6 @@ from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, in_this_process, refused_start
 from tests.support.models.families import family_model
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def test_a_model_of_several_streams_is_refused(reader: StoreReader) -> None:
     from vllm import LLM

@@ -23,7 +23,7 @@ from schemas.errors import StartError
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, in_this_process, shut_down
 from tests.support.models.families import family_model
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="the model is in another process there")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="the model is in another process there")]
 
 Wrong = tuple[str, str, str, str]  # what is wrong, the site, the path and the rule that are taken for it
 LLAMA: list[Wrong] = [

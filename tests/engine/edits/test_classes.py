@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.engine.edits.test_edits import check, operations, run
-from tests.support.engines.engines import ON_GPU, Captured, Engine, in_this_process, model, prompt, start
+from tests.support.engines.engines import AMX, ON_GPU, Captured, Engine, in_this_process, model, prompt, start
 from tests.support.models.common import COMMON
 from tests.support.models.drafters import draft_model, eagle_head
 from tests.support.models.edited import vector
@@ -23,10 +23,10 @@ from tests.support.models.quantized import quantized_model
 from tests.support.models.reference import Reference
 from vllm_tap.tiny_model import HIDDEN
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="held against float32")]
 
 # In int8 a number between two codes may fall to either, and what follows with it; bfloat16 has three digits.
-QUANTIZED = [pytest.param("int8", "float32", 0.1, id="int8"),
+QUANTIZED = [pytest.param("int8", *(("bfloat16", 0.2) if AMX else ("float32", 0.1)), id="int8"),
              pytest.param("int4", "bfloat16", 0.06, id="int4", marks=pytest.mark.soak)]
 
 

@@ -20,7 +20,7 @@ from tests.support.engines.engines import ON_GPU, Captured, Engine
 from tests.support.models.edited import vector
 from tests.support.models.features import counted, tokens
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="held against float32")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="held against float32")]
 
 EDIT = {"site": "resid_post.1", "op": "add", "vector": vector(HIDDEN, 5).tolist(), "scale": 0.7}
 

@@ -12,7 +12,7 @@ from tests.support.engines.engines import ON_GPU
 from tests.support.models.edited import at_every_place
 from tests.support.models.features import tokens
 
-pytestmark = [pytest.mark.timeout(500), pytest.mark.soak, pytest.mark.skipif(ON_GPU, reason="held against float32")]
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(ON_GPU, reason="held against float32")]
 
 
 @pytest.mark.parametrize(("family", "group"), [

@@ -30,7 +30,7 @@ from vllm_tap.fidelity.reports.report import Report, lines_of, load_report
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished
 from vllm_tap.fidelity.texts import Corpus
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 PROMPTS, TOKENS, CONTEXT = 6, 24, 12
 CODECS = ("kv8", "k8v4", "kv4", "kv4-pooled", "pca4")
@@ -38,7 +38,8 @@ MADE = Made((), TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("
 
 
 @contextmanager
-def running(reader: StoreReader, model: Path, dtype: str = DTYPE, step: int = CONTEXT) -> Iterator[Bench]:
+def running(reader: StoreReader, model: Path, dtype: str = DTYPE, step: int = CONTEXT, **more: Any
+            ) -> Iterator[Bench]:
     """A bench on an engine as the command starts it, whose steps have so many tokens of a prompt."""
     from vllm import LLM
 
@@ -48,7 +49,7 @@ def running(reader: StoreReader, model: Path, dtype: str = DTYPE, step: int = CO
             llm: Any = LLM(str(model), dtype=dtype, skip_tokenizer_init=True, max_model_len=64,
                            max_num_seqs=PROMPTS + 1, block_size=32, seed=0, enforce_eager=True,
                            enable_prefix_caching=False, long_prefill_token_threshold=step,
-                           max_num_batched_tokens=(PROMPTS + 1) * step)
+                           max_num_batched_tokens=(PROMPTS + 1) * step, **more)
     with open_store(reader.path) as store:
         yield Bench(llm.llm_engine, store, 4)
     shut_down(llm)

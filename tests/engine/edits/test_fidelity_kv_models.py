@@ -13,10 +13,11 @@ from schemas.read.reader import StoreReader
 from tests.engine.edits.test_fidelity_kv import MADE, PROMPTS, running
 from tests.support.engines.engines import DTYPE, ON_GPU
 from tests.support.models.families import family_model
+from tests.support.models.unlisted import UNLISTED
 from vllm_tap.fidelity.job import FidelityJob
 from vllm_tap.fidelity.kv.job import KVJob, study
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gemma2", DTYPE), ("mixtral", DTYPE), ("qwen3", "bfloat16")])
@@ -32,7 +33,8 @@ def test_controls_behave_on_soft_caps_and_windows_on_experts_and_in_16_bits(fami
 
 
 def test_a_cache_without_keys_and_values_is_refused_by_name(reader: StoreReader) -> None:
-    with running(reader, family_model("deepseek_v3", DTYPE)) as bench, pytest.raises(
+    options = UNLISTED["deepseek_v3"].engine
+    with running(reader, family_model("deepseek_v3", DTYPE), **options) as bench, pytest.raises(
             StartError, match=r"keys and values of model.layers.0.* cannot be changed on their way into the cache: it "
                               r"is of the kind MLAAttention, whose cache has no keys and values"):
         heads_of(bench.engine)

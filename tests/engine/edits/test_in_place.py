@@ -33,7 +33,7 @@ from tests.support.models.families import FAMILIES as KNOWN
 from tests.support.models.features import tokens
 
 FAMILIES = os.environ.get("TAP_FAMILIES", "qwen3,opt").replace("all", ",".join(KNOWN)).split(",")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.skipif(ON_GPU, reason="all edits are made so there")]
+pytestmark = [pytest.mark.skipif(ON_GPU, reason="all edits are made so there")]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -13,7 +13,7 @@ from tests.support.models.edited import moved, vector
 from tests.support.models.reference import Reference
 from vllm_tap.tiny_model import HIDDEN
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.soak,
+pytestmark = [pytest.mark.soak,
               pytest.mark.skipif(ON_GPU, reason="one GPU cannot hold two ranks")]
 
 

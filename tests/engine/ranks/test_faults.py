@@ -25,7 +25,7 @@ from tests.support.processes import descendants, runs
 from tests.support.store_helpers import until
 from writer_service.tools.fsck import fsck
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.soak,
+pytestmark = [pytest.mark.soak,
               pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two ranks")]
 PROMPTS = [tokens(length, seed=length) for length in (5, 40, 31, 12)]
 LAYERS = 4

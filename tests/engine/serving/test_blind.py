@@ -14,8 +14,6 @@ import pytest
 from tests.engine.conftest import ENVIRONMENT
 from vllm_tap.tiny_model import cache_dir
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def forks() -> Iterator[subprocess.Popen[str]]:

@@ -34,7 +34,7 @@ from tests.support.store_helpers import until
 from vllm_tap.client.client import Client
 from vllm_tap.tiny_model import LAYERS, cache_dir, tiny_model
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.soak
 
 KEY = "one-key-for-all"
 HTTP = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=30)

@@ -22,7 +22,6 @@ from schemas.read.reader import StoreReader
 from tests.support.processes import minds_signals
 
 PROMPTS = 200  # a minute of work for the fastest machine: the interrupt comes in its first seconds
-pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager

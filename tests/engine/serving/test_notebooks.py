@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from schemas.probes import Registered, load_probe
 from tests.engine.conftest import ENVIRONMENT
@@ -19,7 +18,6 @@ from vllm_tap.tiny_model import cache_dir
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.timeout(300)
 def test_the_notebooks_run_as_they_stand(tmp_path: Path) -> None:
     environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
     environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "MPLBACKEND": "Agg"}

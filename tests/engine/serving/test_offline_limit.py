@@ -13,7 +13,6 @@ import pytest
 
 from schemas.read.reader import StoreReader
 
-pytestmark = pytest.mark.timeout(600)
 PROMPTS, TOKENS = 2, 1600
 
 

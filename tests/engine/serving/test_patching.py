@@ -22,7 +22,7 @@ from tests.support.store_helpers import ROOT
 from vllm_tap.client.sweep_result import PatchSweep
 from vllm_tap.tiny_model import cache_dir, tiny_model
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.soak
 PYTHON = os.environ.get("TAP_LENS_PYTHON")
 RIGHT, WRONG = 1248, 1986
 

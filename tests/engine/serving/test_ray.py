@@ -46,7 +46,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     ray.shutdown()
 
 
-@pytest.mark.timeout(580)
 def test_a_killed_engine_and_a_job_that_is_run_again(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                      reference_of: Callable[[str], Reference]) -> None:
     monkeypatch.chdir(tmp_path)

@@ -33,7 +33,6 @@ from vllm_tap.tiny_model import cache_dir
 
 
 @pytest.mark.soak  # a script in a process of its own: half a minute
-@pytest.mark.timeout(400)
 def test_a_script_that_records(tmp_path: Path, reference_of: Callable[[str], Reference]) -> None:
     environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
     run = subprocess.run([sys.executable, "-m", "tests.programs.records", str(tmp_path / "store")], text=True,

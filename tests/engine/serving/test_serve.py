@@ -45,8 +45,6 @@ from vllm_tap.client.sweep_plan import LogitDifference
 from vllm_tap.errors import BadRequest, Conflict, NotFound
 from vllm_tap.tiny_model import LAYERS, cache_dir, tiny_model
 
-pytestmark = pytest.mark.timeout(600)
-
 SITES = ("resid_post", "attn_out", "mlp_out")
 PORTS = ("the gateway's", "vLLM's")
 

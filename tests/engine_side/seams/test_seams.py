@@ -121,7 +121,6 @@ SEAMS = [
 
 
 @pytest.mark.versions
-@pytest.mark.timeout(120)
 def test_a_vllm_without_one_of_the_seams_does_not_start_and_says_what_it_looked_for(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     run = subprocess.run([sys.executable, "-m", "tests.programs.without_seams", *SEAMS], cwd=ROOT, text=True,

@@ -28,6 +28,8 @@ from vllm_tap.tiny_model import LAYERS, tiny_model
 SITES = ("resid_post", "attn_out", "mlp_out")
 ON_GPU = torch.cuda.is_available()
 DTYPE = "bfloat16" if ON_GPU else "float32"  # the GPU's attention kernels know no float32
+# There vLLM's kernels for int8 know no float32.
+AMX = not ON_GPU and torch.cpu._is_amx_tile_supported()
 # Fixed: engines of other tests are there, too, and those that start side by side would count each other's memory.
 SHARED: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30} if ON_GPU else {}
 

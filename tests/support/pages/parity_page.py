@@ -163,6 +163,8 @@ def _notes(family: str, own: dict[str, float] | None) -> list[str]:
     return [
         *([f"no {', '.join(f'`{site}`' for site in lacks)}: {of.lacks}"] if lacks else []),
         *([f"tolerance {of.tolerance:g}: {of.why}"] if of.why else []),
+        *([f"{of.dtype}, tolerance {of.tolerance:g}: vLLM's CPU build has no other kernel of its linear attention; an "
+           "error is over its row's length or the median row's, the longer"] if of.dtype else []),
         *([f"a log-probability of vLLM without taps is up to {own['vllm']:.1e} nats off Hugging Face's, and "
            f"{own['rows']:.1e} off what the captured `final_norm` gives"] if own else []),
         *(["`embed` is scaled, by the embedding module itself"] if of.scale != 1 else []),

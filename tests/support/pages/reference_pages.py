@@ -82,7 +82,8 @@ def _row(param: Any) -> str:
         shown += f" {param.metavar}"
     if param.envvar:
         shown += f" (`{param.envvar}`)"
-    default = "" if param.default in (None, False, "") else f"`{_text(param.default)}`"
+    given = param.show_default if callable(param.default) else param.default
+    default = "" if given in (None, False, "") else f"`{_text(given)}`"
     return f"| {shown} | {'must be given' if param.required else default} | {' '.join((param.help or '').split())} |"
 
 

@@ -721,7 +721,6 @@ def test_serve_on_a_store_that_another_writer_has_is_refused(tmp_path: Path, soc
 
 
 @pytest.mark.soak  # an engine's start: a minute
-@pytest.mark.timeout(400)
 def test_an_engine_that_does_not_start_says_why_and_what_helps(tmp_path: Path) -> None:
     """Its own process knows it, and the command's knows of an engine that failed."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "The sea"}\n')
@@ -759,7 +758,6 @@ def test_a_capture_that_is_terminated_leaves_nothing_behind(tmp_path: Path, sock
 
 
 @pytest.mark.soak  # three engines: half a minute
-@pytest.mark.timeout(420)
 def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     """kill -9 in the middle: what was complete stays as it is, the rest is done, and nothing is there twice."""
     pytest.importorskip("vllm")

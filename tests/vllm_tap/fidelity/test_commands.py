@@ -102,7 +102,6 @@ def test_compare_ends_with_1_where_a_codec_has_become_worse(reports: dict[str, s
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(900)
 def test_the_pilots_are_trained_and_measured_and_full8_holds_for_the_plain_one_alone(tmp_path: Path) -> None:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "vllm_tap", *words], cwd=tmp_path, text=True, capture_output=True,

@@ -110,7 +110,6 @@ def test_a_file_of_edits_is_named_where_it_is_none(tmp_path: Path) -> None:
         job(tmp_path, [{"prompt": "a"}], [SCALE], "")
 
 
-@pytest.mark.timeout(300)
 def test_an_engine_makes_them_prompt_by_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The prompts of one run edited each in its way; rows wait for their room, and a second run has nothing to do."""
     pytest.importorskip("vllm")

@@ -40,7 +40,6 @@ def times_of(store: Path, durability: str, ring_bytes: int) -> tuple[LineTimes, 
     return next((found for line in lines if (found := line_times_of(line)) is not None), LineTimes()), seconds
 
 
-@pytest.mark.timeout(120)
 def test_a_slow_disk_is_named_and_what_would_lift_it(tmp_path: Path, job: CaptureJob,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_S", str(SLOW_S))
@@ -54,7 +53,6 @@ def test_a_slow_disk_is_named_and_what_would_lift_it(tmp_path: Path, job: Captur
                       "--layers, or fewer --positions")
 
 
-@pytest.mark.timeout(120)
 def test_a_ring_with_room_says_nothing_however_slow_the_disk(tmp_path: Path, job: CaptureJob,
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_S", str(SLOW_S))

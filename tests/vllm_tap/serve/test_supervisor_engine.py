@@ -22,7 +22,6 @@ from tests.support.processes import descendants, free_port, runs
 from tests.vllm_tap.serve.test_supervisor import until
 
 pytest.importorskip("vllm")
-pytestmark = pytest.mark.timeout(420)
 
 ROOT = Path(__file__).parents[3]
 READY_S = 240

@@ -101,8 +101,7 @@ def test_a_burst_is_synced_while_it_is_received(tmp_path: Path, ring: Path) -> N
         while engine.durable == before:
             assert engine.receive() is not None
         frames = engine.durable - before
-        # At most one commit's worth less a bit, and what lanes had written beside it.
-        assert frames * SLOT <= 2 * limits.commit_bytes_target + SLOT < 3 * COUNT * SLOT
+        assert limits.commit_bytes_target < frames * SLOT < 3 * COUNT * SLOT  # lanes write on while a commit is made
         assert finished(engine, store, capture) == "complete"
         writer.stop()
     assert len(list((store / "blocks").iterdir())) >= 4  # of two lanes
