@@ -46,8 +46,9 @@ def newest(db: Database, alias: str, owner: str | None) -> Capture | None:
         ulid, _ = split_capture_id(_resolve_alias(db, alias, owner)) or ("", None)
     except NotFoundError:
         return None
-    query = "SELECT * FROM captures WHERE ulid = ? AND (? IS NULL OR owner = ?) ORDER BY deleted, sample LIMIT 1"
-    row = db.execute(query, (ulid, owner, owner)).fetchone()
+    theirs, args = ("", []) if owner is None else ("AND owner = ?", [owner])
+    row = db.execute(f"SELECT * FROM captures WHERE ulid = ? {theirs} ORDER BY deleted, sample LIMIT 1",
+                     (ulid, *args)).fetchone()
     return None if row is None else capture_of(row)
 
 

@@ -204,10 +204,11 @@ class CatalogReader:
 
     def living(self, ulids: Iterable[str], owner: str | None = None) -> set[str]:
         """Those of the ULIDs that captures have which are not deleted."""
-        query = """SELECT DISTINCT ulid FROM captures WHERE ulid IN (SELECT value FROM json_each(?)) AND deleted = 0
-                   AND (? IS NULL OR owner = ?)"""
+        theirs, args = ("", []) if owner is None else ("AND owner = ?", [owner])
+        query = f"""SELECT DISTINCT ulid FROM captures WHERE ulid IN (SELECT key FROM json_each(?)) AND deleted = 0
+                    {theirs}"""
         with self._catalog.moment() as now:
-            return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(list(ulids)), owner, owner))}
+            return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(dict.fromkeys(ulids)), *args))}
 
     def newest_named(self, alias: str, owner: str | None = None) -> NamedCapture | None:
         """The newest capture that was given a name beside its id, deleted or not; None where there is none."""
