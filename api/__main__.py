@@ -84,6 +84,8 @@ def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
                         "the folder on a local disk that rows are kept in (default: ~/.cache/vllm-tap)")
     parser.add_argument("--cache-bytes", type=int, metavar="N", help="of a bucket: at most so many bytes of them "
                         f"(default: {limits.bucket_cache_bytes})")
+    parser.add_argument("--catalog", metavar="URL", help="of a bucket: the Postgres database that vllm-tap push "
+                        "--catalog brings its catalog to, postgresql://USER@HOST/DATABASE")
     parser.add_argument("--bucket-look-s", type=float, metavar="S", help="look for a newer head so often (default: "
                         f"{default['bucket_look_s'].default:g})")
     parser.add_argument("--bucket-answer-s", type=float, metavar="S", help="give up a read of the bucket after so long "

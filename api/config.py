@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -14,6 +14,7 @@ from schemas import limits
 from schemas.bucket.places import check_places
 from schemas.checks import check_name, check_port, check_seconds
 from schemas.errors import StartError, TapError
+from schemas.postgres.connection import Place, installed
 from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
 
@@ -54,6 +55,7 @@ class Config:
     buckets: Sequence[str] = ()  # URLs of stores that are read in place of the store; only reading is served then
     cache: Path | None = None  # of a bucket's rows and catalogs, on a local disk; None: ~/.cache/vllm-tap
     cache_bytes: int = limits.bucket_cache_bytes
+    catalog: str = field(default="", repr=False)  # of a bucket: the URL of the Postgres database that has its catalog
     bucket_look_s: float = 5.0  # between two looks for a newer head
     bucket_answer_s: float = 20.0  # a read of the bucket that takes longer is given up
     stop_grace_s: float = 1.0  # on a stop, how long requests in flight may still take
@@ -77,6 +79,8 @@ class Config:
         if self.buckets:
             self._check_buckets()
             return
+        if self.catalog:
+            raise StartError("catalog: taken with a bucket's URL as --store alone")
         _check_engines(self.upstream)
         if not self.endpoint.startswith("ipc://"):
             raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as "
@@ -91,6 +95,12 @@ class Config:
             if value := getattr(self, name):
                 raise StartError(f"{name} = {value!r}: an API that reads a bucket has no writer and no engine; valid: "
                                  f"none with store = {', '.join(self.buckets)!r}")
+        if self.catalog:
+            try:
+                Place(self.catalog)
+                installed()
+            except TapError as error:
+                raise StartError(str(error)) from None
         if self.keys is None and not is_loopback(self.host):
             raise StartError(f"keys = None: beyond loopback (host = {self.host!r}) a bucket is read with keys alone; "
                              "name a file of keys whose names are the owners of its captures, such as the keys.json "

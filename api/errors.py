@@ -25,6 +25,7 @@ from starlette.routing import Match
 from schemas.errors import (
     ArgumentError,
     BucketError,
+    CatalogError,
     ConflictError,
     CorruptError,
     EditError,
@@ -113,6 +114,9 @@ CODES: Final[dict[str, Code]] = {
     "bucket_unavailable": Code(503, "The bucket refuses, does not answer in time, or has lost what its head names. The "
                                "message says which.",
                                "Ask again after `Retry-After`; then run `vllm-tap fsck --bucket`."),
+    "catalog_unavailable": Code(503, "The Postgres server with the bucket's catalog refuses or does not answer, or its "
+                                "catalog lags behind the bucket. The message says which.",
+                                "Ask again after `Retry-After`; then run `vllm-tap push --catalog`."),
     "writer_refused": Code(503, "The writer refused a record of the service.", "See both logs; report it."),
     "part_lost": Code(503, "A rank of the engine that the capture needs has lost its sender. The message names "
                       "the rank, and what can still be asked for.", "Start the engine again; waiting does not help."),
@@ -136,6 +140,7 @@ _STATUS: tuple[tuple[type[TapError], int, str], ...] = (
     (CorruptError, 500, "corrupt"),
     (StoreError, 503, "store_unavailable"),
     (BucketError, 503, "bucket_unavailable"),
+    (CatalogError, 503, "catalog_unavailable"),
     (ProtocolError, 503, "writer_refused"),
 )
 

@@ -15,6 +15,7 @@
     │   ├── NoHeadError      … because no store's head is there
     │   ├── OutrunError      … because another has written the object since it was read
     │   └── FencedError      … because its head is of a later state of the store, or of another folder
+    ├── CatalogError         the Postgres server with a store's catalog refused, or did not answer
     └── StartError           the engine, writer or API cannot start as configured
 """
 
@@ -25,6 +26,7 @@ from typing import Any
 __all__ = [
     "ArgumentError",
     "BucketError",
+    "CatalogError",
     "ConflictError",
     "CorruptError",
     "EditError",
@@ -145,6 +147,14 @@ class BucketError(TapError):
 
 class NoHeadError(BucketError):
     """A prefix of a bucket in which no store's head is."""
+
+
+class CatalogError(TapError):
+    """What a Postgres server refused, did not answer, or has not; ``where`` names it without user and password."""
+
+    def __init__(self, op: str, where: str, reason: object, hint: str = "") -> None:
+        super().__init__(f"{op} {where}: {reason}" + (f" ({hint})" if hint else ""))
+        self.op, self.where, self.reason, self.hint = op, where, reason, hint
 
 
 class OutrunError(BucketError):

@@ -10,7 +10,7 @@ from typing import Final
 
 from schemas.attended import Attention, AttentionAsked, LackingRows, attend, reading
 from schemas.bucket.places import Stores, is_url, shown_places
-from schemas.bucket.reader import AnyReader, OneReader, open_reader, stores_of
+from schemas.bucket.reader import AnyReader, Cataloged, OneReader, open_reader, stores_of
 from schemas.bucket.several import SeveralReader
 from schemas.errors import ArgumentError, NotFoundError, StoreError
 from schemas.manifest import FINAL, Manifest
@@ -42,9 +42,9 @@ class Store:
     """
 
     def __init__(self, path: Stores, wait_s: float = 10.0, cache: str | Path | None = None,
-                 cache_bytes: int | None = None) -> None:
-        self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes)
-        self.reader: AnyReader = open_reader(path, cache, cache_bytes)
+                 cache_bytes: int | None = None, catalog: str | None = None) -> None:
+        self.wait_s, self._opened = wait_s, (path, wait_s, cache, cache_bytes, catalog)
+        self.reader: AnyReader = open_reader(path if catalog is None else Cataloged(path, catalog), cache, cache_bytes)
         self.path: str | Path = Path(path) if isinstance(path, str | Path) and not is_url(path) else shown_places(path)
 
     def __enter__(self) -> Store:
@@ -190,8 +190,13 @@ class Store:
     @property
     def opened(self) -> tuple[Stores, str | Path | None, int | None]:
         """The folders or URLs, the cache and its bytes as they were given."""
-        path, _, cache, cache_bytes = self._opened
+        path, _, cache, cache_bytes, _ = self._opened
         return path, cache, cache_bytes
+
+    @property
+    def catalog(self) -> str | None:
+        """The URL of the Postgres database that has the catalog, where one was given."""
+        return self._opened[-1]
 
     def __reduce__(self) -> tuple[type[Store], tuple[object, ...]]:
         return Store, self._opened  # a worker of dask opens it anew
@@ -209,14 +214,16 @@ def folder_of(store: str | Path) -> Path:
     return path
 
 
-def open_store(path: Stores, cache: str | Path | None = None, cache_bytes: int | None = None
-               ) -> Store:
+def open_store(path: Stores, cache: str | Path | None = None, cache_bytes: int | None = None,
+               catalog: str | None = None) -> Store:
     """The store at ``path``, read-only; StoreError where there is none.
 
     ``path`` is a folder, or the URL that ``vllm-tap push`` brought a store to: s3://bucket/prefix, and what else
     obstore knows. Then rows are read by ranges through a ``cache`` on a local disk (default: ~/.cache/vllm-tap) of at
     most ``cache_bytes`` (default: 4 GiB); BucketError where the bucket does not answer.
-    Rows of a folder that were evicted to a bucket are read in the same way.
+    Rows of a folder that were evicted to a bucket are read in the same way. ``catalog``: of a store in a bucket, the
+    URL of a Postgres database that ``vllm-tap push --catalog`` brings the catalog to; then none is fetched or kept, and
+    every read is of the last push. CatalogError where it does not answer, or lags behind.
 
     Several paths are read as one store, and so are all the stores one level below a prefix: ``s3://bucket/captures/*``,
     or without the ``*`` where the prefix has no store itself. They share ``cache_bytes`` evenly. Each must be there;
@@ -226,4 +233,4 @@ def open_store(path: Stores, cache: str | Path | None = None, cache_bytes: int |
         >>> open_store("captures")["chatcmpl-01J…"]["resid_post", 12].shape          # doctest: +SKIP
         (37, 4096)
     """
-    return Store(path, cache=cache, cache_bytes=cache_bytes)
+    return Store(path, cache=cache, cache_bytes=cache_bytes, catalog=catalog)

@@ -12,9 +12,10 @@ import anyio
 from api.config import Config
 from api.metrics import BucketMetrics
 from schemas.bucket.places import prefix_of
-from schemas.bucket.reader import AnyReader, BucketReader, OneReader, several_reader
+from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
 from schemas.errors import BucketError, StartError, TapError
 from schemas.objects.objects import Objects
+from schemas.postgres.connection import Place
 
 __all__ = ["FollowedBuckets", "check_bucket"]
 
@@ -45,7 +46,8 @@ class FollowedBuckets:
 
     def __init__(self, config: Config, metrics: BucketMetrics) -> None:
         self.failed = _UNSEEN
-        self._stores = several_reader(config.buckets, config.cache, config.cache_bytes, config.bucket_answer_s)
+        stores = Cataloged(config.buckets, config.catalog) if config.catalog else config.buckets
+        self._stores = several_reader(stores, config.cache, config.cache_bytes, config.bucket_answer_s)
         self._config, self._metrics = config, metrics
         self._counted = 0
 
@@ -87,8 +89,9 @@ class FollowedBuckets:
         known = {each["url"]: each for each in stores}
         for url, error in self._stores.failed.items():
             known.setdefault(url, {"url": url, **_told(None)})["failed"] = str(error)
-        return {"url": self.url, "failed": self.failed or None, **_told(self._stores.alone),
-                "stores": list(known.values())}
+        catalog = self._config.catalog
+        return {"url": self.url, "catalog": str(Place(catalog)) if catalog else None, "failed": self.failed or None,
+                **_told(self._stores.alone), "stores": list(known.values())}
 
     def tell(self) -> None:
         """Set the metrics."""

@@ -35,9 +35,9 @@ def prefix_of(place: Place) -> str | None:
     return str(place).removesuffix(_EVERY) if is_url(place) and str(place).endswith(_EVERY) else None
 
 
-def shown_places(places: Stores) -> str:
+def shown_places(places: object) -> str:
     """Places in words."""
-    return str(places) if isinstance(places, str | Path) else ", ".join(map(str, places))
+    return ", ".join(map(str, places)) if isinstance(places, list | tuple) else str(places)
 
 
 def check_places(places: Sequence[Place]) -> None:

@@ -11,27 +11,34 @@ import secrets
 import sqlite3
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from schemas import limits
-from schemas.bucket.places import Stores, is_url
+from schemas.bucket.places import Stores, is_url, shown_places
 from schemas.bucket.segments import BucketSegments
 from schemas.bucket.several import SeveralReader
 from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, matches, read_blocks
 from schemas.bucket.unfollowed import Unfollowed
-from schemas.errors import ArgumentError, BucketError, NoHeadError, StoreError, TapError
+from schemas.catalog.database import Database
+from schemas.catalog.view import CatalogView
+from schemas.errors import ArgumentError, BucketError, CatalogError, NoHeadError, StoreError, TapError
 from schemas.objects.block_objects import BlockObjects
 from schemas.objects.chunk_cache import ChunkCache, Sparing, default_cache, make_private
 from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, read_head, retired_key
 from schemas.objects.objects import Objects
+from schemas.postgres.connection import PUSH_IT
+from schemas.postgres.connection import Place as Server
+from schemas.postgres.view import PostgresView
 from schemas.read.reader import StoreReader
 from schemas.read.row_reader import RowReader
 
-__all__ = ["AnyReader", "BucketReader", "OneReader", "open_reader", "several_reader", "share_of",
-           "stores_of"]
+__all__ = ["AnyReader", "BucketReader", "Cataloged", "OneReader", "Source", "open_reader", "several_reader",
+           "share_of", "stores_of"]
 
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
+_WAITS_S: Final = (0, 0.1, 0.4, 1.5, 0)  # for a catalog in Postgres, which a push brings a moment after the head
 _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
 
 
@@ -42,10 +49,13 @@ class BucketReader(Unfollowed, RowReader):
     most ``cache_bytes`` (4 GiB) of rows and small arrays, and beside them the catalog. BucketError where there is no
     store, or the bucket does not answer; TapError without obstore. ``answer_s``: seconds that a read waits at most.
     ``sweepers``: this is one of so many that go over many rows, each once, and share the cache's room.
+
+    ``catalog`` is the URL of a Postgres database that ``vllm-tap push --catalog`` brings the catalog to: nothing of it
+    is fetched or kept then, and every read is of the last push. CatalogError where it does not answer, or lags behind.
     """
 
     def __init__(self, url: str, cache: str | Path | None = None, cache_bytes: int | None = None,
-                 answer_s: float | None = None, sweepers: int = 0) -> None:
+                 answer_s: float | None = None, sweepers: int = 0, catalog: str | None = None) -> None:
         cache = default_cache() if cache is None else Path(cache)
         cache_bytes = limits.bucket_cache_bytes if cache_bytes is None else cache_bytes
         if cache_bytes < limits.bucket_cache_bytes_min:
@@ -53,18 +63,30 @@ class BucketReader(Unfollowed, RowReader):
         where, _, retired = url.partition("#")
         if "#" in url and not PUSH.fullmatch(retired):
             raise ArgumentError("URL", url, "behind '#' the 32 hex digits of a head that was taken over from")
+        if retired and catalog is not None:
+            raise ArgumentError("URL", url, "a head that was taken over from has its snapshot alone: leave out catalog")
+        place = None if catalog is None else Server(catalog)
         self._objects, self._head_key = Objects(where, answer_s=answer_s), retired_key(retired) if retired else HEAD
+        self._followed = ""
         try:
             self.head = _head(self._objects, self._head_key)
             self._place = cache / self.head.store
             make_private(self._place)  # what is stored is what users said
             self._chunks = ChunkCache(self._place / "chunks", cache_bytes)
-            catalog = _snapshot(self._objects, self.head, self._place)
-            _drop_deleted(catalog, self._chunks)
+            view = (CatalogView(_snapshot(self._objects, self.head, self._place)) if place is None else
+                    PostgresView(place, self.head.store, self._move))
             self._sparing = Sparing(self._chunks.room // sweepers) if sweepers else None
             uuid = bytes.fromhex(self.head.store)
-            super().__init__(self._place, uuid=uuid, catalog=catalog,
+            super().__init__(self._place, uuid=uuid, catalog=view,
                              maps=BucketSegments(self._place, uuid, self._block))
+            if isinstance(view, CatalogView):
+                _drop_deleted(view.path, self._chunks)
+            else:
+                try:
+                    self._follow(view, self.head)
+                except BaseException:
+                    self.close()
+                    raise
         except OSError as error:
             raise TapError(f"cache = {str(cache)!r}: {error}") from None
 
@@ -85,6 +107,8 @@ class BucketReader(Unfollowed, RowReader):
 
     def refresh(self) -> bool:
         """Look for a newer head, and see the store as that says from now on; whether there was one."""
+        if isinstance(self._catalog, PostgresView):
+            return self._follow(self._catalog, _head(self._objects, self._head_key))
         head = _head(self._objects, self._head_key)
         if head.push == self.head.push:
             return False
@@ -93,12 +117,39 @@ class BucketReader(Unfollowed, RowReader):
         catalog = _snapshot(self._objects, head, self._place)
         with self._catalog.lock:
             self.head = head
-            self._catalog.move_to(catalog)
-            if self._scanning is not None:
-                self._scanning.move_to(catalog)
+            for view in (self._catalog, self._scanning):
+                if isinstance(view, CatalogView):
+                    view.move_to(catalog)
             self._maps.close()  # a block of the same number may lie elsewhere
         _drop_deleted(catalog, self._chunks)
         return True
+
+    def _move(self, head: Head) -> None:
+        """The catalog in Postgres is of another push: called inside the moment that sees it first."""
+        self.head = head
+        self._maps.close()
+
+    def _follow(self, view: PostgresView, head: Head) -> bool:
+        """Whether the catalog in Postgres is another than when this was last asked; CatalogError where it is of another
+        push than the bucket's head, which was just read.
+        """
+        for wait_s in _WAITS_S:
+            if head.store != self.uuid.hex():
+                raise BucketError("refresh", self.url, f"holds another store now, {head.store}", "open it anew")
+            with view.moment():  # a push brings it here after the head
+                is_same = self.head.push == head.push
+            if is_same and self._followed == head.push:
+                return False
+            if is_same:
+                self._followed = head.push
+                with view.moment() as now:
+                    _drop_unnamed(now.db, self._place, self._chunks)
+                return True
+            time.sleep(wait_s)
+            head = _head(self._objects, self._head_key)
+        raise CatalogError("read", str(view.place), f"its catalog is of push {self.head.push}, generation "
+                           f"{self.head.generation}, and the head of {self.url} is generation {head.generation}",
+                           f"a push brings it there last: try again in a moment; else {PUSH_IT}")
 
     def close(self) -> None:
         """Release files and connections; slices taken before stay valid."""
@@ -120,8 +171,26 @@ OneReader = StoreReader | BucketReader  # of a store in a folder, or in a bucket
 AnyReader = OneReader | SeveralReader[OneReader]
 
 
-def open_reader(store: Stores, cache: str | Path | None = None, cache_bytes: int | None = None
-                ) -> AnyReader:
+@dataclass(frozen=True, slots=True)
+class Cataloged:
+    """Stores in a bucket whose catalogs are in one Postgres database; its text is theirs."""
+
+    stores: Stores
+    catalog: str = field(repr=False)  # it may hold a password
+
+    def __post_init__(self) -> None:
+        for place in [self.stores] if isinstance(self.stores, str | Path) else self.stores:
+            if not is_url(place):
+                raise ArgumentError("catalog", str(Server(self.catalog)), f"it is of a bucket, and {place} is a folder")
+
+    def __str__(self) -> str:
+        return shown_places(self.stores)
+
+
+Source = Stores | Cataloged
+
+
+def open_reader(store: Source, cache: str | Path | None = None, cache_bytes: int | None = None) -> AnyReader:
     """The store in a folder, or at the URL of a bucket; of several, or of ``URL/*``, all of them as one.
 
     ``cache_bytes`` are shared out evenly among several, at least 16 MiB for each.
@@ -137,17 +206,20 @@ def open_reader(store: Stores, cache: str | Path | None = None, cache_bytes: int
     return several.alone or several
 
 
-def several_reader(store: Stores, cache: str | Path | None = None, cache_bytes: int | None = None,
+def several_reader(store: Source, cache: str | Path | None = None, cache_bytes: int | None = None,
                    answer_s: float | None = None) -> SeveralReader[OneReader]:
     """Stores that are not looked for yet; what each is opened with."""
+    stores, catalog = (store.stores, store.catalog) if isinstance(store, Cataloged) else (store, None)
 
     def open_one(place: str, count: int) -> OneReader:
-        kind = BucketReader if is_url(place) else StoreReader
-        return kind(place, cache, share_of(cache_bytes, count), answer_s)
+        share = share_of(cache_bytes, count)
+        if is_url(place):
+            return BucketReader(place, cache, share, answer_s, catalog=catalog)
+        return StoreReader(place, cache, share, answer_s)
 
     if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
         raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
-    return SeveralReader([store] if isinstance(store, str | Path) else store, open_one, answer_s)
+    return SeveralReader([stores] if isinstance(stores, str | Path) else stores, open_one, answer_s)
 
 
 def share_of(cache_bytes: int | None, count: int) -> int | None:
@@ -191,6 +263,15 @@ def _drop_deleted(catalog: Path, chunks: ChunkCache) -> None:
     folders: set[str] = set()
     for one in left:
         with suppress(sqlite3.DatabaseError):  # another reader has removed it
+            folders.update(key for key, _ in read_blocks(one).values())
+    chunks.keep(folders)
+
+
+def _drop_unnamed(db: Database, place: Path, chunks: ChunkCache) -> None:
+    """The same, where the catalog is in Postgres: ``place`` may have snapshots of others that read without it."""
+    folders = {row["key"] for row in db.execute("SELECT key FROM blocks").fetchall()}
+    for one in (place / "catalogs").glob("*.sqlite"):
+        with suppress(OSError, sqlite3.DatabaseError):
             folders.update(key for key, _ in read_blocks(one).values())
     chunks.keep(folders)
 

@@ -20,7 +20,7 @@ class BucketSegments(SegmentMaps):
 
     def __init__(self, place: Path, uuid: bytes, find: Callable[[int], BlockObjects]) -> None:
         super().__init__(place, uuid)
-        self._find = find
+        self._find, self._closed = find, 0
 
     def rows_of(self, segment: Segment, offset: int) -> FrameRows:
         """What is said of the rows of the frame at ``offset``; CorruptError where the block has none there."""
@@ -35,6 +35,19 @@ class BucketSegments(SegmentMaps):
         block = self.block(segment)
         assert block is not None
         return object_mismatch(block, offset)
+
+    def block(self, segment: Segment) -> Block | None:
+        """As of a folder. One that was opened while all were forgotten may be of an earlier head: it is opened anew."""
+        while True:
+            closed, found = self._closed, super().block(segment)
+            if closed == self._closed:
+                return found
+            self.forget(segment.number)
+
+    def close(self) -> None:
+        """Forget all blocks: they may lie elsewhere from now on."""
+        self._closed += 1
+        super().close()
 
     def tidy(self) -> None:
         """Blocks in a bucket stay."""

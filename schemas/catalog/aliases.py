@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import sqlite3
-from typing import Final
+from typing import Any, Final
 
 from schemas import limits
+from schemas.catalog.database import Database
 from schemas.catalog.records import Capture, capture_of, find_capture
 from schemas.errors import NotFoundError
 from schemas.ids import split_capture_id
@@ -21,7 +21,7 @@ def no_capture(ref: str) -> NotFoundError:
     return NotFoundError(f"no capture {ref[:limits.alias_chars_max]!r}")
 
 
-def find(db: sqlite3.Connection, ref: str, owner: str | None) -> Capture:
+def find(db: Database, ref: str, owner: str | None) -> Capture:
     """The capture of an id or an alias."""
     capture_id = ref if split_capture_id(ref) is not None else _resolve_alias(db, ref, owner)
     capture = find_capture(db, capture_id)
@@ -38,7 +38,7 @@ def find(db: sqlite3.Connection, ref: str, owner: str | None) -> Capture:
     return capture
 
 
-def newest(db: sqlite3.Connection, alias: str, owner: str | None) -> Capture | None:
+def newest(db: Database, alias: str, owner: str | None) -> Capture | None:
     """The first of the captures that an alias stands for, one that is not deleted where there is any; None of no such
     alias.
     """
@@ -46,17 +46,18 @@ def newest(db: sqlite3.Connection, alias: str, owner: str | None) -> Capture | N
         ulid, _ = split_capture_id(_resolve_alias(db, alias, owner)) or ("", None)
     except NotFoundError:
         return None
-    query = "SELECT * FROM captures WHERE ulid = ? AND (? IS NULL OR owner = ?) ORDER BY deleted, sample LIMIT 1"
-    row = db.execute(query, (ulid, owner, owner)).fetchone()
+    theirs, args = ("", []) if owner is None else ("AND owner = ?", [owner])
+    row = db.execute(f"SELECT * FROM captures WHERE ulid = ? {theirs} ORDER BY deleted, sample LIMIT 1",
+                     (ulid, *args)).fetchone()
     return None if row is None else capture_of(row)
 
 
-def under(db: sqlite3.Connection, ulid: str, owner: str | None) -> list[Capture]:
+def under(db: Database, ulid: str, owner: str | None) -> list[Capture]:
     """The captures of a request, in the order of their numbers."""
     return [capture_of(row) for row in _under(db, ulid, owner, "*")]
 
 
-def _under(db: sqlite3.Connection, ulid: str, owner: str | None, columns: str) -> list[sqlite3.Row]:
+def _under(db: Database, ulid: str, owner: str | None, columns: str) -> list[Any]:
     """Their rows, the owner's column among them."""
     rows = db.execute(f"SELECT {columns} FROM captures WHERE ulid = ? AND deleted = 0 ORDER BY sample", (ulid,))
     found = [row for row in rows if owner is None or row["owner"] == owner]
@@ -65,7 +66,7 @@ def _under(db: sqlite3.Connection, ulid: str, owner: str | None, columns: str) -
     return found
 
 
-def samples(db: sqlite3.Connection, ref: str, owner: str | None) -> list[str]:
+def samples(db: Database, ref: str, owner: str | None) -> list[str]:
     """The ids of the captures under a ULID or an alias, in the order of their numbers."""
     if split_capture_id(ref) is None:
         ref = _resolve_alias(db, ref, owner)
@@ -75,24 +76,25 @@ def samples(db: sqlite3.Connection, ref: str, owner: str | None) -> list[str]:
     return [str(row["id"]) for row in _under(db, ulid, owner, "id, owner")]
 
 
-def of_one_owner(db: sqlite3.Connection, alias: str) -> None:
+def of_one_owner(db: Database, alias: str) -> None:
     """NotFoundError where several owners have captures of that name."""
     match = _INDEXED.fullmatch(alias)
-    query = ("SELECT DISTINCT ulid, owner FROM aliases JOIN captures USING (ulid, owner) WHERE alias IN (?, ?) "
-             "AND deleted = 0 ORDER BY n")
+    query = ("SELECT ulid, owner, MIN(n) AS first FROM aliases JOIN captures USING (ulid, owner) WHERE alias IN (?, ?) "
+             "AND deleted = 0 GROUP BY ulid, owner ORDER BY first")
     found = db.execute(query, (alias, match[1] if match else alias)).fetchall()
     if len({row["owner"] for row in found}) > 1:
         ids = ", ".join(f"{row['ulid']} (of {row['owner'] or 'nobody'})" for row in found)
         raise NotFoundError(f"{alias} names captures of several owners; ask for one by its id: {ids}")
 
 
-def _resolve_alias(db: sqlite3.Connection, alias: str, owner: str | None) -> str:
-    query = "SELECT ulid FROM aliases WHERE alias = ? AND (? IS NULL OR owner = ?) ORDER BY n DESC LIMIT 1"
-    row = db.execute(query, (alias, owner, owner)).fetchone()
+def _resolve_alias(db: Database, alias: str, owner: str | None) -> str:
+    theirs, args = ("", []) if owner is None else ("AND owner = ?", [owner])
+    query = f"SELECT ulid FROM aliases WHERE alias = ? {theirs} ORDER BY n DESC LIMIT 1"
+    row = db.execute(query, (alias, *args)).fetchone()
     if row is not None:
         return str(row["ulid"])
     if match := _INDEXED.fullmatch(alias):
-        row = db.execute(query, (match[1], owner, owner)).fetchone()
+        row = db.execute(query, (match[1], *args)).fetchone()
         if row is not None:
             return f"{row['ulid']}.{match[2]}"
     raise no_capture(alias)

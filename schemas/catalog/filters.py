@@ -60,9 +60,9 @@ class CaptureFilter:
         if self.until_ms is not None:
             need("created_ms < ?", self.until_ms)
         if self.text is not None:
-            need("(instr(lower(id), lower(?)) OR EXISTS (SELECT 1 FROM json_each(tags) WHERE instr(lower(value), "
-                 "lower(?)) OR instr(lower(key), lower(?))) OR EXISTS (SELECT 1 FROM aliases WHERE aliases.ulid = "
-                 "listed.ulid AND instr(lower(alias), lower(?))))", *[self.text] * 4)
+            need("(instr(lower(id), lower(?)) > 0 OR EXISTS (SELECT 1 FROM json_each(tags) WHERE instr(lower(value), "
+                 "lower(?)) > 0 OR instr(lower(key), lower(?)) > 0) OR EXISTS (SELECT 1 FROM aliases WHERE "
+                 "aliases.ulid = listed.ulid AND instr(lower(alias), lower(?)) > 0))", *[self.text] * 4)
         return ("WHERE " + " AND ".join(parts) if parts else ""), args
 
 

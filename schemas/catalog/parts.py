@@ -7,7 +7,6 @@ preemption, are never put together. Where a part lacks the step that another has
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
@@ -16,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from schemas.catalog.database import Database
 from schemas.catalog.records import Capture
 from schemas.manifest import Missing
 from schemas.spec import Resolved
@@ -82,7 +82,7 @@ class Parts:
 ALONE = Parts()
 
 
-def load_parts(db: sqlite3.Connection, capture: Capture) -> Parts:
+def load_parts(db: Database, capture: Capture) -> Parts:
     """The parts of a capture as the catalog has them."""
     if not capture.group or capture.stream is None:
         return ALONE

@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from schemas.catalog.database import Database
 from schemas.catalog.tables import CATALOG_VERSION
 from schemas.errors import StoreError
 from schemas.spec import Resolved, intervals
@@ -181,7 +182,7 @@ def unpack_layers(data: bytes) -> tuple[int, ...]:
     return tuple(np.frombuffer(data, "<u2").tolist())
 
 
-def capture_of(row: sqlite3.Row) -> Capture:
+def capture_of(row: Any) -> Capture:
     """A Capture of a row of ``SELECT * FROM captures``."""
     stop, tokens, end = row["stop_reason"], row["output_tokens"], row["end"]
     by_string = (row["client_stop"] or "").startswith('"')
@@ -218,17 +219,17 @@ def _names_rows(capture: Capture) -> bool:
         start < capture.expected_end and stop > 0 for start, stop in intervals(resolved.positions, capture.prompt_len))
 
 
-def find_capture(db: sqlite3.Connection, capture: str) -> Capture | None:
+def find_capture(db: Database, capture: str) -> Capture | None:
     """The capture of exactly this id."""
     row = db.execute("SELECT * FROM captures WHERE id = ?", (capture,)).fetchone()
     return None if row is None else capture_of(row)
 
 
-def load_extents(db: sqlite3.Connection, capture: str, site: str | None = None) -> list[Extent]:
+def load_extents(db: Database, capture: str, site: str | None = None) -> list[Extent]:
     """The extents of a capture, part after part, oldest first; of one site where it is given."""
     where, args = ("AND site = ?", (capture, site)) if site else ("", (capture,))
-    query = ("SELECT site, seq, segment, offset, layers, rows, part, steps FROM extents "
-             f"WHERE capture = ? {where} ORDER BY part, seq")
+    query = ('SELECT site, seq, segment, "offset", layers, rows, part, steps FROM extents '
+             f"WHERE capture = ? {where} ORDER BY part, seq, site")
     return [
         Extent(r["site"], r["seq"], r["segment"], r["offset"], unpack_layers(r["layers"]), r["rows"], r["part"],
                r["steps"])
@@ -236,20 +237,20 @@ def load_extents(db: sqlite3.Connection, capture: str, site: str | None = None) 
     ]
 
 
-def load_drops(db: sqlite3.Connection, capture: str) -> list[Drop]:
+def load_drops(db: Database, capture: str) -> list[Drop]:
     """The ranges that were dropped of a capture, part after part, oldest first."""
-    query = "SELECT * FROM drops WHERE capture = ? ORDER BY part, seq"
+    query = "SELECT * FROM drops WHERE capture = ? ORDER BY part, seq, site"
     return [Drop(r["site"], r["seq"], unpack_layers(r["layers"]), r["start"], r["stop"], r["reason"], r["part"])
             for r in db.execute(query, (capture,))]
 
 
-def load_frames(db: sqlite3.Connection, segment: int) -> list[tuple[int, int]]:
+def load_frames(db: Database, segment: int) -> list[tuple[int, int]]:
     """Offset and bytes of each frame that the catalog has of a segment, in order."""
     query = "SELECT offset, bytes FROM frames WHERE segment = ? ORDER BY offset"
     return [(row["offset"], row["bytes"]) for row in db.execute(query, (segment,))]
 
 
-def load_segment(db: sqlite3.Connection, number: int) -> Segment | None:
+def load_segment(db: Database, number: int) -> Segment | None:
     """A segment by its number."""
     r = db.execute("SELECT * FROM segments WHERE number = ?", (number,)).fetchone()
     if r is None:
@@ -263,13 +264,13 @@ def nonce_key(stream: str) -> str:
     return f"nonce {stream}"
 
 
-def nonce_of(db: sqlite3.Connection, stream: str) -> int:
+def nonce_of(db: Database, stream: str) -> int:
     """Nonce of a stream's last Hello, 0 where there is none."""
     row = db.execute("SELECT value FROM meta WHERE key = ?", (nonce_key(stream),)).fetchone()
     return int(row[0]) if row else 0
 
 
-def engine_json(db: sqlite3.Connection, stream: str | None) -> dict[str, Any]:
+def engine_json(db: Database, stream: str | None) -> dict[str, Any]:
     """Description that the engine of a stream gave of itself; ``{}`` where nothing is known."""
     row = db.execute("SELECT info FROM engines WHERE stream = ?", (stream or "",)).fetchone()
     return json.loads(row["info"]) if row else {}

@@ -4,22 +4,42 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from schemas.catalog.database import Database, Scanned
 from schemas.catalog.records import ReadConnection, connect_read
 from schemas.errors import StoreError
 
-__all__ = ["CatalogView", "Moment"]
+__all__ = ["CatalogView", "Moment", "View"]
 
 
 class Moment(NamedTuple):
     """The catalog as it is in one transaction; ``version`` is another once anything in it has changed."""
 
-    db: sqlite3.Connection
+    db: Database
     version: int
+
+
+class View(Protocol):
+    """A catalog as readers have it open, wherever it lies; ``lock`` is held by whoever reads of it."""
+
+    @property
+    def lock(self) -> threading.RLock: ...
+
+    def moment(self) -> AbstractContextManager[Moment]:
+        """Everything that is read of it inside is of one moment."""
+
+    def scan(self, now: Moment, sql: str, args: Sequence[Any]) -> Scanned:
+        """The answer to a query of a moment, of which but a part may be taken."""
+
+    def another(self) -> View:
+        """The same catalog by a connection of its own."""
+
+    def close(self) -> None:
+        """Release what is open."""
 
 
 class CatalogView:
@@ -71,10 +91,13 @@ class CatalogView:
         with self.lock:
             self.path = path
 
-    def version(self) -> int:
-        """A number that changes with the catalog."""
-        with self.moment() as now:
-            return now.version
+    def another(self) -> CatalogView:
+        """The same file by a connection of its own."""
+        return CatalogView(self.path)
+
+    def scan(self, now: Moment, sql: str, args: Sequence[Any]) -> Scanned:
+        """The answer to a query of a moment, of which but a part may be taken."""
+        return now.db.execute(sql, args)
 
     @contextmanager
     def moment(self) -> Iterator[Moment]:

@@ -15,14 +15,14 @@ from schemas import limits
 from schemas.catalog import aliases
 from schemas.catalog.filters import CaptureFilter
 from schemas.catalog.records import Capture, Drop, capture_of, engine_json, find_capture, load_drops
-from schemas.catalog.view import CatalogView, Moment
+from schemas.catalog.view import CatalogView, View
 from schemas.codecs import identified
 from schemas.errors import LimitError, NotFoundError, StoreError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest
 from schemas.probes import Probe
 from schemas.read.coverage_cache import CoverageCache, CoveredCapture
-from schemas.read.manifests import aliases_of, manifest_of, shape_of
+from schemas.read.manifests import aliases_by_ulid, aliases_of, manifest_of, shape_of
 from schemas.sites import names_of
 from schemas.spec import Resolved
 from schemas.store.paths import NOT_A_FOLDER, url_of
@@ -102,11 +102,11 @@ class CatalogReader:
     captures, None means any. NotFoundError is raised for what is not there, is deleted or belongs to others.
     """
 
-    def __init__(self, path: str | Path, *, uuid: bytes | None = None, catalog: Path | None = None) -> None:
+    def __init__(self, path: str | Path, *, uuid: bytes | None = None, catalog: View | None = None) -> None:
         self.path = Path(path)
         self.uuid = read_store_uuid(self.path) if uuid is None else uuid
-        self._catalog = CatalogView(catalog or self.path / "catalog.sqlite")
-        self._scanning: CatalogView | None = None
+        self._catalog: View = catalog or CatalogView(self.path / "catalog.sqlite")
+        self._scanning: View | None = None
         self._coverage_cache = CoverageCache()
 
     def close(self) -> None:
@@ -125,7 +125,8 @@ class CatalogReader:
     def capture(self, ref: str, owner: str | None = None) -> CaptureRow:
         """One capture's line."""
         with self._catalog.moment() as now:
-            return _row(now, aliases.find(now.db, ref, owner))
+            capture = aliases.find(now.db, ref, owner)
+            return _row(capture, aliases_of(now.db, capture))
 
     def is_deleted(self, capture_id: str) -> bool:
         """Whether there was such a capture and somebody deleted it."""
@@ -171,7 +172,7 @@ class CatalogReader:
         """
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
-        where: list[str] = ["deleted = 0" if status != "deleted" else "1"]
+        where: list[str] = ["deleted = 0" if status != "deleted" else "1 = 1"]
         args: list[str | int] = []
         if owner is not None:
             where.append("owner = ?")
@@ -183,24 +184,31 @@ class CatalogReader:
             where.append("(created_ms, id) < (?, ?)")
             args += below
         condition, more = ("", []) if wanted is None else wanted.condition()
-        with (self._apart() if condition else self._catalog).moment() as now:
+        view = self._apart() if condition else self._catalog
+        with view.moment() as now:
             query = f"SELECT * FROM captures WHERE {' AND '.join(where)} ORDER BY created_ms DESC, id DESC"
             scan = (scan_max or limits.captures_scan_max) if condition or status in ("complete", "empty") else limit
-            listed = now.db.execute(f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}", [*args, *more])
+            asked = f"SELECT * FROM ({query} LIMIT {scan}) AS listed {condition}"
+            given = [*args, *more]
+            listed = view.scan(now, asked, given) if scan > limit else now.db.execute(asked, given)
             found = (capture for capture in map(capture_of, listed) if status in (None, capture.status))
-            rows = [_row(now, capture) for capture in islice(found, limit)]
+            taken = list(islice(found, limit))
             listed.close()
+            named = aliases_by_ulid(now.db, {capture.ulid for capture in taken})
+            rows = [_row(capture, named.get(capture.ulid, [])) for capture in taken]
             if len(rows) == limit:
                 return rows, (rows[-1].created_ms, rows[-1].id)
-            last = now.db.execute(f"SELECT created_ms, id FROM ({query} LIMIT 1 OFFSET {scan - 1})", args).fetchone()
+            edge = f"SELECT created_ms, id FROM ({query} LIMIT 1 OFFSET {scan - 1}) AS last"
+            last = now.db.execute(edge, args).fetchone()
             return rows, None if last is None else (last["created_ms"], last["id"])
 
     def living(self, ulids: Iterable[str], owner: str | None = None) -> set[str]:
         """Those of the ULIDs that captures have which are not deleted."""
-        query = """SELECT DISTINCT ulid FROM captures WHERE ulid IN (SELECT value FROM json_each(?)) AND deleted = 0
-                   AND (? IS NULL OR owner = ?)"""
+        theirs, args = ("", []) if owner is None else ("AND owner = ?", [owner])
+        query = f"""SELECT DISTINCT ulid FROM captures WHERE ulid IN (SELECT key FROM json_each(?)) AND deleted = 0
+                    {theirs}"""
         with self._catalog.moment() as now:
-            return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(list(ulids)), owner, owner))}
+            return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(dict.fromkeys(ulids)), *args))}
 
     def newest_named(self, alias: str, owner: str | None = None) -> NamedCapture | None:
         """The newest capture that was given a name beside its id, deleted or not; None where there is none."""
@@ -208,11 +216,11 @@ class CatalogReader:
             found = aliases.newest(now.db, alias, owner)
         return None if found is None else NamedCapture(found.created_ms, found.id, found.owner, found.deleted)
 
-    def _apart(self) -> CatalogView:
+    def _apart(self) -> View:
         """The catalog for what looks at thousands of captures: everybody else reads on meanwhile."""
         with self._catalog.moment():  # refused where this reader was closed
             if self._scanning is None:
-                self._scanning = CatalogView(self._catalog.path)
+                self._scanning = self._catalog.another()
             return self._scanning
 
     def owner_bytes(self, owner: str) -> int:
@@ -223,8 +231,8 @@ class CatalogReader:
 
     def request_bytes(self, owner: str, ulids: Sequence[str]) -> dict[str, int]:
         """Bytes of the captures of an owner's requests, by the requests' ULIDs."""
-        query = """SELECT total(beside + (SELECT total(bytes) FROM extents WHERE capture = id)) AS bytes
-                   FROM captures WHERE ulid = ? AND owner = ?"""
+        query = """SELECT coalesce(sum(beside + (SELECT coalesce(sum(bytes), 0) FROM extents WHERE capture = id)), 0)
+                   AS bytes FROM captures WHERE ulid = ? AND owner = ?"""
         with self._catalog.moment() as now:
             return {ulid: int(now.db.execute(query, (ulid, owner)).fetchone()["bytes"]) for ulid in ulids}
 
@@ -279,7 +287,7 @@ class CatalogReader:
         server, found = siblings(group), dict[str, list[int]]()
         lost = """SELECT "group", rank FROM lost_ranks WHERE "group" >= ? AND "group" < ? ORDER BY "group", rank"""
         newest = f"""SELECT DISTINCT coalesce(nullif("group", ''), json_extract(info, '$.instance'), '') AS name
-                     FROM (SELECT * FROM engines ORDER BY rowid DESC LIMIT {limits.parts_max})"""
+                     FROM (SELECT * FROM engines ORDER BY rowid DESC LIMIT {limits.parts_max}) AS newest"""
         with self._catalog.moment() as now:
             rows = [row for row in now.db.execute(lost, (server, server + "\U0010ffff")) if group]
             alike = {row["name"] for row in now.db.execute(newest) if siblings(row["name"]) == server} if rows else {}
@@ -352,13 +360,14 @@ class CatalogReader:
 
     def version(self) -> int:
         """A number that changes with the catalog."""
-        return self._catalog.version()
+        with self._catalog.moment() as now:
+            return now.version
 
 
-def _row(now: Moment, capture: Capture) -> CaptureRow:
+def _row(capture: Capture, names: list[str]) -> CaptureRow:
     sites = list(resolved_of(capture).layers) if capture.resolved is not None else []
     return CaptureRow(capture.id, capture.owner, capture.status, capture.created_ms, capture.tags,
-                      aliases_of(now.db, capture), sites, capture.prompt_len, capture.total_len,
+                      names, sites, capture.prompt_len, capture.total_len,
                       capture.ended, capture.hold, capture.adapter)
 
 

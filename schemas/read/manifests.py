@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import sqlite3
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from schemas import codecs
 from schemas import manifest as manifests
+from schemas.catalog.database import Database
 from schemas.catalog.records import Capture, engine_json
 from schemas.errors import SpecError
 from schemas.manifest import Manifest
@@ -18,10 +19,10 @@ from schemas.sites import is_probe, lens_name, names_of, site_named
 from schemas.store.paths import block_name, open_name
 from schemas.wire.layout import LEADER
 
-__all__ = ["aliases_of", "manifest_of", "shape_of"]
+__all__ = ["aliases_by_ulid", "aliases_of", "manifest_of", "shape_of"]
 
 
-def manifest_of(db: sqlite3.Connection, covered: CoveredCapture) -> Manifest:
+def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
     """The manifest of a capture whose coverage is known at all its sites."""
     capture, coverage = covered.capture, covered.coverage
     resolved = json.loads(capture.resolved) if capture.resolved else {}
@@ -82,13 +83,21 @@ def _parts(covered: CoveredCapture) -> list[manifests.PartInfo]:
     return [manifests.PartInfo(rank, state) for rank, state in states.items()]
 
 
-def aliases_of(db: sqlite3.Connection, capture: Capture) -> list[str]:
+def aliases_of(db: Database, capture: Capture) -> list[str]:
     """The names that a capture was given beside its id, oldest first."""
-    rows = db.execute("SELECT alias FROM aliases WHERE ulid = ? ORDER BY n", (capture.ulid,))
-    return [row["alias"] for row in rows]
+    return aliases_by_ulid(db, [capture.ulid]).get(capture.ulid, [])
 
 
-def shape_of(db: sqlite3.Connection, covered: CoveredCapture, site: str) -> tuple[str, int]:
+def aliases_by_ulid(db: Database, ulids: Collection[str]) -> dict[str, list[str]]:
+    """The same of several requests."""
+    found: dict[str, list[str]] = {}
+    query = f"SELECT ulid, alias FROM aliases WHERE ulid IN ({','.join('?' * len(ulids))}) ORDER BY n"
+    for row in db.execute(query, list(ulids)) if ulids else ():
+        found.setdefault(row["ulid"], []).append(row["alias"])
+    return found
+
+
+def shape_of(db: Database, covered: CoveredCapture, site: str) -> tuple[str, int]:
     """dtype and width of a site: what was stored, else what the engine said it would be."""
     engine: dict[str, Any] = {}
     if covered.parts.shares_out(site):  # what was stored is a share of a row

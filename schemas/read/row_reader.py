@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog.records import Extent, Segment, load_segment
-from schemas.catalog.view import Moment
+from schemas.catalog.view import Moment, View
 from schemas.codecs import Stream
 from schemas.errors import ArgumentError, CorruptError, NotFoundError, StoreError
 from schemas.read.captures import CatalogReader, resolved_of
@@ -57,7 +57,7 @@ class Placed(NamedTuple):
 class RowReader(CatalogReader):
     """A store's captures and their rows; safe for threads."""
 
-    def __init__(self, path: str | Path, *, uuid: bytes | None = None, catalog: Path | None = None,
+    def __init__(self, path: str | Path, *, uuid: bytes | None = None, catalog: View | None = None,
                  maps: SegmentMaps | None = None) -> None:
         super().__init__(path, uuid=uuid, catalog=catalog)
         self._maps = maps or SegmentMaps(self.path, self.uuid)

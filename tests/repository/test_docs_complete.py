@@ -256,7 +256,8 @@ def test_messages_are_quoted_as_the_code_says_them() -> None:
 PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
     "index.md", "concepts.md", "tutorials/first-capture.md", "tutorials/logit-lens.md", "howto/attention.md",
     "howto/buckets.md", "howto/coming-from.md", "howto/containers.md", "howto/edits.md", "howto/extend.md",
-    "howto/look-inside.md", "howto/operate.md", "howto/patching.md", "howto/probes.md", "howto/ray.md",
+    "howto/look-inside.md", "howto/operate.md", "howto/patching.md", "howto/postgres.md", "howto/probes.md",
+    "howto/ray.md",
     "howto/sae-training.md", "howto/several-engines.md", "howto/several-hosts.md", "howto/several-writers.md",
     "howto/troubleshooting.md", "howto/verify.md", "howto/xarray.md", "explain/security.md", "explain/tap.md",
     "explain/walk.md", "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md",

@@ -20,7 +20,7 @@ import msgspec
 
 from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot, hash_file, pieces, read_blocks
-from schemas.errors import BucketError, FencedError, OutrunError, StoreError, TapError
+from schemas.errors import BucketError, CatalogError, FencedError, OutrunError, StoreError, TapError
 from schemas.objects.evicted import read_away
 from schemas.objects.layout import (
     CATALOGS,
@@ -40,6 +40,7 @@ from vllm_tap.bucket.blocks import BlockSender, files_of, named_block, send_bloc
 from vllm_tap.bucket.erasure import Erased, erase
 from vllm_tap.bucket.eviction import Room, evict, keep_read_times
 from vllm_tap.bucket.known import TAKE_OVER, KnownHeads
+from vllm_tap.bucket.postgres import Brought, PostgresCatalog
 from vllm_tap.bucket.snapshot import (
     BlockAt,
     Left,
@@ -85,6 +86,7 @@ class Pushed:
     erased: Erased = field(default_factory=Erased)
     is_versioned: bool = False  # the bucket keeps what is deleted
     room: Room | None = None  # that was made on the disk, where it was asked for and no other push ran
+    catalog: Brought | None = None  # what the catalog in Postgres got, where one was named
 
 
 class _GoneError(Exception):
@@ -119,11 +121,12 @@ class _Push:
 
 
 def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: bool = False,
-         take_over: bool = False, local_bytes: int | None = None) -> Pushed:
+         take_over: bool = False, local_bytes: int | None = None, catalog: str | None = None) -> Pushed:
     """Bring what is sealed of a store to the bucket at ``url``; ``tell`` is told bytes. ``verify``: rows of all blocks
     are read back, as the snapshot and indexes of new ones always are. What was lost there is sent again. ``take_over``:
     go on from a head that this folder did not push; that stays whole below ``retired/``. ``local_bytes``: once the
-    head is there, rows that it has leave the disk until they take no more of it.
+    head is there, rows that it has leave the disk until they take no more of it. ``catalog``: the URL of a Postgres
+    database that gets the catalog too, for readers; CatalogError where it does not: the bucket may have the push then.
 
     FencedError where the head is of a later state of the store, or of another folder; OutrunError where another push
     was first; TapError where the service ignores conditions or the bucket holds something else; StoreError where rows
@@ -138,6 +141,8 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
     try:
         known.touch()
         seen = _look(objects, uuid)
+        if (postgres := None if catalog is None else PostgresCatalog(catalog, uuid.hex(), objects)) is not None:
+            postgres.check()
         takes_over = take_over and seen.head is not None
         if seen.head is not None and not takes_over:
             known.check(seen.head, objects.url)
@@ -151,6 +156,7 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
             left = _bring(going, snapshot)
             used = {number: going.done[number] for number in read_blocks(snapshot)}
             made, changed = _commit(going, snapshot)
+            brought = None if postgres is None else _bring_catalog(postgres, made, snapshot, seen.head)
             retired = made.parent if takes_over else None
             is_ended = changed and made.epoch == made.erased_epoch  # then what this push sent may have to go too
             erased = erase(objects, made, snapshot, objects.sizes() if is_ended else seen.there, retired)
@@ -159,10 +165,23 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
                 room = evict(store, objects, used, local_bytes) if is_alone() else None
     finally:
         objects.close()
+    if isinstance(brought, CatalogError):
+        raise brought
     superseded = len({at.key for at in before.values()} - {at.key for at in used.values()})
     return Pushed(objects.url, made.generation, changed, left.taken, left.left_out, len(used), going.sender.new_blocks,
                   going.sender.new_bytes, superseded, retired, missing, erased,
-                  keeps_versions(seen.version or {}), room)
+                  keeps_versions(seen.version or {}), room, brought)
+
+
+def _bring_catalog(postgres: PostgresCatalog, made: Head, snapshot: Path, before: Head | None
+                   ) -> Brought | CatalogError:
+    """What the catalog in Postgres got. The error, where it got nothing, is told once all else is done."""
+    try:
+        return postgres.bring(made, snapshot, snapshot.with_name("before.sqlite"),
+                              None if before is None else before.push)
+    except CatalogError as error:
+        return CatalogError(error.op, error.where, error.reason, "the bucket has the push, the catalog there is as it "
+                            "was: push again" + (f"; {error.hint}" if error.hint else ""))
 
 
 def _look(objects: Objects, uuid: bytes) -> _Seen:

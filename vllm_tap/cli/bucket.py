@@ -16,6 +16,8 @@ from vllm_tap.cli.options import Store
 
 if TYPE_CHECKING:
     from vllm_tap.bucket.check import BucketReport
+    from vllm_tap.bucket.postgres import Brought
+    from vllm_tap.bucket.push import Pushed
 
 __all__ = ["add", "fsck_bucket"]
 
@@ -39,6 +41,9 @@ def push(
     local_bytes: Annotated[str | None, typer.Option(
         "--local-bytes", metavar="N", help="Then let rows that the bucket has leave this disk, the least recently read "
                                            "first, until they take no more than N bytes of it, as in 500GB.")] = None,
+    catalog: Annotated[str | None, typer.Option(
+        "--catalog", metavar="URL", help="Bring the catalog to this Postgres database too, "
+                                         "postgresql://USER@HOST/DATABASE.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Bring what is sealed of a store to a bucket, for open_store(URL); rows of deleted captures leave it."""
@@ -56,17 +61,24 @@ def push(
     with progress_bar("pushing") as bar:
         task = bar.add_task("")
         done = run(store, url, lambda done, total: bar.update(task, completed=done, total=total), verify,
-                   take_over, None if local_bytes is None else parse_size(local_bytes, "--local-bytes"))
+                   take_over, None if local_bytes is None else parse_size(local_bytes, "--local-bytes"), catalog)
     if json:
         print_json(asdict(done))
-        return
+    else:
+        _tell(done, local_bytes is not None)
+
+
+def _tell(done: Pushed, evicts: bool) -> None:
+    """What a push did, in lines."""
     print(f"{done.url}: generation {done.generation}" + ("" if done.changed else ", nothing is new")
           + f"; {done.captures:,} captures in {done.blocks:,} blocks, {done.new_blocks:,} of them new "
           f"({done.new_bytes / 1e9:.3f} GB sent)")
+    if done.catalog is not None:
+        print(_catalog_line(done.catalog))
     if done.room is not None:
         print(f"{done.room.blocks:,} blocks evicted ({done.room.nbytes / 1e9:.3f} GB); rows take "
               f"{done.room.local_bytes / 1e9:.3f} GB of this disk now")
-    elif local_bytes is not None:
+    elif evicts:
         print("no block evicted: another push of this store runs; the next one evicts", file=sys.stderr)
     if done.left_out:
         print(f"{done.left_out:,} captures are not final, or not all of their rows sealed: they go with a later push",
@@ -84,6 +96,14 @@ def push(
     if done.superseded and not done.erased.objects:
         print(f"{done.superseded:,} blocks that the head before named are in the bucket still: vllm-tap fsck --bucket "
               f"{done.url} --remove-orphans removes them", file=sys.stderr)
+
+
+def _catalog_line(done: Brought) -> str:
+    if done.outrun:
+        return f"{done.place}: another push was first, and brings its own catalog"
+    sent = f"{done.sent:,} rows sent" + (", all there are" if done.whole else "")
+    return f"{done.place}: {sent}, {done.removed:,} removed or replaced" if done.sent or done.removed else (
+        f"{done.place}: has this catalog already")
 
 
 def recall(store: Store = Path("captures")) -> None:

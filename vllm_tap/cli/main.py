@@ -28,6 +28,7 @@ from vllm_tap.cli.options import (
     ActMode,
     AnyStores,
     Arm,
+    Catalog,
     Durability,
     Edit,
     EditDepth,
@@ -47,6 +48,7 @@ from vllm_tap.cli.options import (
     Vectors,
     engine_of,
     model_of,
+    place_of,
 )
 from vllm_tap.sizes import parse_size
 
@@ -237,6 +239,7 @@ def list_captures(
     limit: Annotated[int, typer.Option(min=1, max=limits.captures_page_max, help="Print at most so many.")]
         = 50,
     before: Annotated[str | None, typer.Option(help="Only captures older than this one.")] = None,
+    catalog: Catalog = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """List the captures of a store, newest first.
@@ -249,19 +252,20 @@ def list_captures(
         chosen = read_filter(tag or (), model, site, since, until, text)
     except ArgumentError as error:
         raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
-    print_captures(store, status, chosen, limit, before, json)
+    print_captures(place_of(store, catalog), status, chosen, limit, before, json)
 
 
 @app.command()
 def show(
     ref: Ref,
     store: AnyStores,
+    catalog: Catalog = None,
     json: Annotated[bool, typer.Option("--json", help="Print the whole manifest as JSON.")] = False,
 ) -> None:
     """Show a capture: what is stored, what is missing, and why."""
     from vllm_tap.cli.show import print_manifest
 
-    print_manifest(store, ref, json)
+    print_manifest(place_of(store, catalog), ref, json)
 
 
 @app.command()
@@ -284,6 +288,7 @@ def export(
     context: Annotated[int | None, typer.Option(
         help="hf: cut captures into rows of so many tokens, for SAE trainers.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite what is there.")] = False,
+    catalog: Catalog = None,
 ) -> None:
     """Write a capture's rows as files for other tools.
 
@@ -294,20 +299,20 @@ def export(
     from vllm_tap.export.hf_export import export_hf
     from vllm_tap.export.zarr_export import export_zarr
 
-    chosen = partial(choose, sites=sites, layers=layers)
+    chosen, source = partial(choose, sites=sites, layers=layers), place_of(store, catalog)
     place = None if out is None else Path(out)
     paths: Sequence[object]
     if format is Format.hf:
         tags = dict(map(parse_tag, tag or ()))
-        paths = export_hf(store, ref, place, chosen, tags, context, force, sys.stderr.isatty())
+        paths = export_hf(source, ref, place, chosen, tags, context, force, sys.stderr.isatty())
     elif tag or context is not None:
         raise TapError(f"--{'tag' if tag else 'context'}: only --format hf takes it")
     elif ref is None:
         raise TapError("name a capture; without one, only --format hf exports all")
     elif format is Format.zarr:
-        paths = export_zarr(store, ref, out, chosen, force)
+        paths = export_zarr(source, ref, out, chosen, force)
     else:
-        paths = run(store, ref, format.value, place, sites, layers, force)
+        paths = run(source, ref, format.value, place, sites, layers, force)
     for path in paths:
         typer.echo(path)
 

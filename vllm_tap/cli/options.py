@@ -9,15 +9,16 @@ from typing import Annotated
 
 import typer
 
+from schemas.bucket.reader import Cataloged, Source
 from schemas.checks import Durability, LogFormat, OnFull
 from schemas.codecs import CODECS
 from schemas.errors import TapError
 from schemas.legacy import MODES
 from schemas.store.paths import NOT_A_FOLDER, url_of
 
-__all__ = ["ActBits", "ActMode", "AnyStores", "Arm", "Durability", "Edit", "EditDepth", "EditRows", "Format", "Keys",
-           "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK", "Vectors",
-           "engine_of", "model_of"]
+__all__ = ["ActBits", "ActMode", "AnyStores", "Arm", "Catalog", "Durability", "Edit", "EditDepth", "EditRows", "Format",
+           "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK",
+           "Vectors", "engine_of", "model_of", "place_of"]
 
 
 class Format(StrEnum):
@@ -47,6 +48,9 @@ AnyStores = Annotated[list[str], typer.Option(
     "--store", "--act-outdir", default_factory=_stores, show_default="captures", help="The folder of captures, or the "
     "URL of one in a bucket, as s3://BUCKET/PREFIX (VLLM_ACT_OUTDIR names it too); s3://BUCKET/PREFIX/* is all one "
     "level below; repeatable: all are read as one.")]
+Catalog = Annotated[str | None, typer.Option(
+    "--catalog", metavar="URL", help="Of stores in a bucket: the Postgres database that has their catalogs, "
+                                     "postgresql://USER@HOST/DATABASE.")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]
 RpK = Annotated[int | None, typer.Option(help="rp8: numbers that a row becomes (default 512).")]
@@ -70,6 +74,11 @@ Vectors = Annotated[list[str] | None, typer.Option(
     "--vector", help="Register a vector that edits may name: NAME=FILE (safetensors with one tensor, vector); "
                      "repeatable.")]
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
+
+
+def place_of(stores: list[str], catalog: str | None) -> Source:
+    """The stores of --store and --catalog."""
+    return stores if catalog is None else Cataloged(stores, catalog)
 
 
 def engine_of(tiny: bool, max_model_len: int | None, for_vllm: tuple[str, ...]

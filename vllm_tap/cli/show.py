@@ -12,8 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from schemas.bucket.places import Stores, shown_places
-from schemas.bucket.reader import open_reader
+from schemas.bucket.places import shown_places
+from schemas.bucket.reader import Source, open_reader
 from schemas.bucket.several import SeveralReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
@@ -34,7 +34,7 @@ def print_json(*values: object, indent: int = -1) -> None:
     sys.stdout.buffer.flush()
 
 
-def print_captures(store: Stores, status: str | None, chosen: CaptureFilter, limit: int, before: str | None,
+def print_captures(store: Source, status: str | None, chosen: CaptureFilter, limit: int, before: str | None,
                    as_json: bool) -> None:
     """The captures of a store that pass, newest first."""
     if status is not None and status not in STATUSES:
@@ -61,7 +61,7 @@ def print_captures(store: Stores, status: str | None, chosen: CaptureFilter, lim
                     + (" that pass the filters" if narrowed else ""))
 
 
-def print_manifest(store: Stores, ref: str, as_json: bool) -> None:
+def print_manifest(store: Source, ref: str, as_json: bool) -> None:
     """One capture; every sample of it where ``ref`` names several."""
     with open_reader(store) as reader:
         manifests = [reader.manifest(sample) for sample in reader.samples(ref)]

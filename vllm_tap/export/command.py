@@ -18,8 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from schemas.bucket.places import Stores
-from schemas.bucket.reader import open_reader
+from schemas.bucket.reader import Source, open_reader
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.sites import ask_site, names_of, site_meant
@@ -33,7 +32,7 @@ _SAFETENSORS: Final = {"float32": "F32", "uint32": "U32"}
 _SLICE: Final = re.compile(r"(-?[0-9]{0,5}):(-?[0-9]{0,5})(?::(-?[0-9]{1,5}))?", re.ASCII)
 
 
-def export(store: Stores, ref: str, format: str = "npz", out: Path | None = None, sites: str | None = None,
+def export(store: Source, ref: str, format: str = "npz", out: Path | None = None, sites: str | None = None,
            layers: str = "all", force: bool = False) -> list[Path]:
     """Writes the capture and returns the paths written.
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.bucket.places import Stores, shown_places
-from schemas.bucket.reader import open_reader
+from schemas.bucket.places import shown_places
+from schemas.bucket.reader import Source, open_reader
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.sites import names_of, transformer_lens_name
@@ -34,7 +34,7 @@ _BLOCK_BYTES: Final = 64 << 20
 _OURS: Final = re.compile(r"data-[0-9]+-of-[0-9]+\.arrow|dataset_info\.json|state\.json")
 
 
-def export_hf(store: Stores, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
+def export_hf(store: Source, ref: str | None, out: Path | None, chosen: Callable[[Manifest], dict[str, list[int]]],
               tags: Mapping[str, str | None], context: int | None = None, force: bool = False,
               progress: ProgressReport = False) -> list[Path]:
     """Writes one capture, or all complete ones with these ``tags``, and returns the folder.

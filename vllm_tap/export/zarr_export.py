@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from schemas.bucket.places import Stores
-from schemas.bucket.reader import open_reader
+from schemas.bucket.reader import Source, open_reader
 from schemas.errors import NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.zarr_view.view import CaptureView
@@ -20,7 +19,7 @@ _ROOT: Final = "zarr.json"  # written last: what has none is no hierarchy
 _BEGUN: Final = "vllm-tap-export-begun"  # an object beside a hierarchy that is not whole
 
 
-def export_zarr(store: Stores, ref: str, out: str | None, choose: Callable[[Manifest], Mapping[str, Sequence[int]]],
+def export_zarr(store: Source, ref: str, out: str | None, choose: Callable[[Manifest], Mapping[str, Sequence[int]]],
                 force: bool) -> list[str]:
     """Writes the capture and returns where it lies; ``out`` is a folder, or a URL of a bucket (s3://, gs://, az://).
 

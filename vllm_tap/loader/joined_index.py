@@ -74,8 +74,8 @@ def stores_named(store: object) -> list[OneStore]:
     else:
         with open_reader(given) as reader:  # type: ignore[arg-type]  # what is no place is refused
             names = stores_of(reader, given)  # type: ignore[arg-type]
-    share = share_of(cache_bytes, len(names))
-    return [InBucket(name, cache, share) if is_url(name) else Path(name) for name in names]
+    share, catalog = share_of(cache_bytes, len(names)), store.catalog if isinstance(store, Store) else None
+    return [InBucket(name, cache, share, catalog=catalog) if is_url(name) else Path(name) for name in names]
 
 
 def index_each(stores: Sequence[OneStore], keys: tuple[Key, ...], wanted: Callable[[int, CaptureRow], bool],

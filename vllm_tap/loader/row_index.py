@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -45,13 +45,14 @@ class InBucket:
     cache: str | Path | None = None
     cache_bytes: int | None = None
     push: str = ""
+    catalog: str | None = field(default=None, repr=False)  # the URL of a Postgres database; it may hold a password
 
     def __str__(self) -> str:
         return self.url
 
     def open(self, sweepers: int = 0) -> BucketReader:
         """A reader, of the head that there is now."""
-        return BucketReader(self.url, self.cache, self.cache_bytes, sweepers=sweepers)
+        return BucketReader(self.url, self.cache, self.cache_bytes, sweepers=sweepers, catalog=self.catalog)
 
 
 @dataclass(frozen=True, slots=True)
