@@ -66,14 +66,16 @@ class Scripted:
         self._thread.start()
 
     def _serve(self) -> None:
-        while not self._end.is_set():
-            if self._router.poll(20):
-                identity, data, *_ = self._router.recv_multipart()  # what follows are tables of frames
-                message = decode_from_sender(data)
-                self.heard.append(message)
-                for reply in self.answer(message):
-                    self._router.send_multipart([identity, encode(reply)])
-        self._router.close(linger=0)
+        try:
+            while not self._end.is_set():
+                if self._router.poll(20):
+                    identity, data, *_ = self._router.recv_multipart()  # what follows are tables of frames
+                    message = decode_from_sender(data)
+                    self.heard.append(message)
+                    for reply in self.answer(message):
+                        self._router.send_multipart([identity, encode(reply)])
+        finally:
+            self._router.close(linger=0)  # else ``term`` waits for ever
 
     def seqs(self) -> list[int]:
         return [m.seq for m in self.heard if isinstance(m, Own | Delete)]
