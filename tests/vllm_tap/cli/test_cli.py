@@ -142,7 +142,7 @@ def test_all_lists_know_the_same_filters() -> None:
         assert set(inspect.signature(each).parameters) - {"self"} == names
     assert {field.name for field in fields(Filters)} == names - {"limit", "before"}
     options = {"tags" if name == "tag" else name for name in inspect.signature(list_captures).parameters}
-    assert options - {"store", "json"} == names
+    assert options - {"store", "catalog", "json"} == names
 
 
 @pytest.mark.parametrize("when, ms", [
