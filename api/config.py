@@ -14,7 +14,7 @@ from schemas import limits
 from schemas.bucket.places import check_places
 from schemas.checks import check_name, check_port, check_seconds
 from schemas.errors import StartError, TapError
-from schemas.postgres.connection import Place, installed
+from schemas.postgres.connection import CatalogUrl, installed
 from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
 
@@ -97,7 +97,7 @@ class Config:
                                  f"none with store = {', '.join(self.buckets)!r}")
         if self.catalog:
             try:
-                Place(self.catalog)
+                CatalogUrl(self.catalog)
                 installed()
             except TapError as error:
                 raise StartError(str(error)) from None

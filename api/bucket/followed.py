@@ -15,7 +15,7 @@ from schemas.bucket.places import prefix_of
 from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
 from schemas.errors import BucketError, StartError, TapError
 from schemas.objects.objects import Objects
-from schemas.postgres.connection import Place
+from schemas.postgres.connection import CatalogUrl
 
 __all__ = ["FollowedBuckets", "check_bucket"]
 
@@ -90,8 +90,8 @@ class FollowedBuckets:
         for url, error in self._stores.failed.items():
             known.setdefault(url, {"url": url, **_told(None)})["failed"] = str(error)
         catalog = self._config.catalog
-        return {"url": self.url, "catalog": str(Place(catalog)) if catalog else None, "failed": self.failed or None,
-                **_told(self._stores.alone), "stores": list(known.values())}
+        return {"url": self.url, "catalog": str(CatalogUrl(catalog)) if catalog else None,
+                "failed": self.failed or None, **_told(self._stores.alone), "stores": list(known.values())}
 
     def tell(self) -> None:
         """Set the metrics."""

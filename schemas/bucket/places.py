@@ -13,7 +13,7 @@ from schemas.objects.layout import CATALOGS, HEAD, RETIRED
 from schemas.objects.objects import Objects
 
 __all__ = ["Place", "Stores", "check_places", "every_store", "folders_below", "holds_stores", "is_url", "lost_its_head",
-           "prefix_of", "shown_places"]
+           "places_of", "prefix_of", "shown_places"]
 
 Place = str | Path
 Stores = Place | Sequence[Place]  # one, or several that are read as one
@@ -35,9 +35,14 @@ def prefix_of(place: Place) -> str | None:
     return str(place).removesuffix(_EVERY) if is_url(place) and str(place).endswith(_EVERY) else None
 
 
-def shown_places(places: object) -> str:
+def places_of(stores: Stores) -> Sequence[Place]:
+    """The places, of one store too."""
+    return [stores] if isinstance(stores, str | Path) else stores
+
+
+def shown_places(stores: Stores) -> str:
     """Places in words."""
-    return ", ".join(map(str, places)) if isinstance(places, list | tuple) else str(places)
+    return ", ".join(map(str, places_of(stores)))
 
 
 def check_places(places: Sequence[Place]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from schemas import limits
-from schemas.bucket.places import Stores, is_url, shown_places
+from schemas.bucket.places import Stores, is_url, places_of, shown_places
 from schemas.bucket.segments import BucketSegments
 from schemas.bucket.several import SeveralReader
 from schemas.bucket.snapshots import fetch_snapshot, knows_deleted, matches, read_blocks
@@ -28,14 +28,13 @@ from schemas.objects.block_objects import BlockObjects
 from schemas.objects.chunk_cache import ChunkCache, Sparing, default_cache, make_private
 from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, read_head, retired_key
 from schemas.objects.objects import Objects
-from schemas.postgres.connection import PUSH_IT
-from schemas.postgres.connection import Place as Server
+from schemas.postgres.connection import PUSH_IT, CatalogUrl
 from schemas.postgres.view import PostgresView
 from schemas.read.reader import StoreReader
 from schemas.read.row_reader import RowReader
 
 __all__ = ["AnyReader", "BucketReader", "Cataloged", "OneReader", "Source", "open_reader", "several_reader",
-           "share_of", "stores_of"]
+           "share_of", "shown", "stores_of"]
 
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
 _WAITS_S: Final = (0, 0.1, 0.4, 1.5, 0)  # for a catalog in Postgres, which a push brings a moment after the head
@@ -65,7 +64,7 @@ class BucketReader(Unfollowed, RowReader):
             raise ArgumentError("URL", url, "behind '#' the 32 hex digits of a head that was taken over from")
         if retired and catalog is not None:
             raise ArgumentError("URL", url, "a head that was taken over from has its snapshot alone: leave out catalog")
-        place = None if catalog is None else Server(catalog)
+        place = None if catalog is None else CatalogUrl(catalog)
         self._objects, self._head_key = Objects(where, answer_s=answer_s), retired_key(retired) if retired else HEAD
         self._followed = ""
         try:
@@ -179,15 +178,21 @@ class Cataloged:
     catalog: str = field(repr=False)  # it may hold a password
 
     def __post_init__(self) -> None:
-        for place in [self.stores] if isinstance(self.stores, str | Path) else self.stores:
+        for place in places_of(self.stores):
             if not is_url(place):
-                raise ArgumentError("catalog", str(Server(self.catalog)), f"it is of a bucket, and {place} is a folder")
+                raise ArgumentError("catalog", str(CatalogUrl(self.catalog)),
+                                    f"it is of a bucket, and {place} is a folder")
 
     def __str__(self) -> str:
         return shown_places(self.stores)
 
 
 Source = Stores | Cataloged
+
+
+def shown(source: Source) -> str:
+    """Stores in words, without where their catalog is."""
+    return str(source) if isinstance(source, Cataloged) else shown_places(source)
 
 
 def open_reader(store: Source, cache: str | Path | None = None, cache_bytes: int | None = None) -> AnyReader:
@@ -219,7 +224,7 @@ def several_reader(store: Source, cache: str | Path | None = None, cache_bytes: 
 
     if cache_bytes is not None and cache_bytes < limits.bucket_cache_bytes_min:
         raise ArgumentError("cache_bytes", cache_bytes, f"at least {limits.bucket_cache_bytes_min:,}")
-    return SeveralReader([stores] if isinstance(stores, str | Path) else stores, open_one, answer_s)
+    return SeveralReader(places_of(stores), open_one, answer_s)
 
 
 def share_of(cache_bytes: int | None, count: int) -> int | None:
@@ -232,7 +237,7 @@ def stores_of(reader: AnyReader, places: Stores) -> list[str]:
     """Where the stores lie that a reader of ``places`` reads."""
     if isinstance(reader, SeveralReader):
         return list(reader.stores)
-    return [str(place) for place in ([places] if isinstance(places, str | Path) else places)]
+    return [str(place) for place in places_of(places)]
 
 
 def _head(objects: Objects, key: str) -> Head:

@@ -14,7 +14,7 @@ from schemas.errors import ArgumentError, CatalogError, TapError
 if TYPE_CHECKING:
     import psycopg
 
-__all__ = ["PUSH_IT", "Place", "PostgresDatabase", "escaped", "installed", "told"]
+__all__ = ["PUSH_IT", "CatalogUrl", "PostgresDatabase", "escaped", "installed", "told"]
 
 PUSH_IT: Final = "vllm-tap push STORE URL --catalog brings it"
 SCHEMES: Final = ("postgresql", "postgres")
@@ -27,7 +27,7 @@ _ESCAPED: Final = {0: _ESCAPE * 2, ord(_ESCAPE): _ESCAPE + "\U0010fffe"}
 _SCANNED_ROWS: Final = 200  # that are fetched at a time where most may never be taken
 
 
-class Place:
+class CatalogUrl:
     """A database as a URL names it; its text, in messages and logs, is without user, password and options."""
 
     def __init__(self, url: str) -> None:

@@ -12,7 +12,7 @@ from schemas.catalog.database import Scanned
 from schemas.catalog.view import Moment
 from schemas.errors import CatalogError, StoreError
 from schemas.objects.layout import Head, read_head
-from schemas.postgres.connection import PUSH_IT, Place, PostgresDatabase, installed
+from schemas.postgres.connection import PUSH_IT, CatalogUrl, PostgresDatabase, installed
 from schemas.postgres.layout import VERSION, schema_of
 
 __all__ = ["PostgresView"]
@@ -29,7 +29,7 @@ class PostgresView:
     ``moved`` is called, inside the moment that is the first to see it, with the head of another push than before.
     """
 
-    def __init__(self, place: Place, store: str, moved: Callable[[Head], None] = lambda head: None) -> None:
+    def __init__(self, place: CatalogUrl, store: str, moved: Callable[[Head], None] = lambda head: None) -> None:
         self.lock = threading.RLock()
         self.place, self._store, self._moved = place, store, moved
         self._begin = _BEGIN.format(schema=schema_of(store), seconds=_STATEMENT_S)

@@ -22,7 +22,7 @@ from schemas.bucket.snapshots import fetch_snapshot
 from schemas.errors import BucketError, CatalogError
 from schemas.objects.layout import HEAD, Head, read_head
 from schemas.objects.objects import Objects
-from schemas.postgres.connection import Place, escaped, told
+from schemas.postgres.connection import CatalogUrl, escaped, told
 from schemas.postgres.layout import VERSION, Table, functions, head_table, indexes, quoted, schema_of, tables
 
 __all__ = ["Brought", "PostgresCatalog"]
@@ -62,7 +62,7 @@ class PostgresCatalog:
 
     def __init__(self, url: str, store: str, objects: Objects) -> None:
         """``store``: its uuid in hex; ``objects``: the bucket that the catalog is of."""
-        self.place, self._store, self._objects = Place(url), store, objects
+        self.place, self._store, self._objects = CatalogUrl(url), store, objects
         self._schema = schema_of(store)
 
     def check(self) -> None:

@@ -48,7 +48,7 @@ from vllm_tap.cli.options import (
     Vectors,
     engine_of,
     model_of,
-    place_of,
+    source_of,
 )
 from vllm_tap.sizes import parse_size
 
@@ -252,7 +252,7 @@ def list_captures(
         chosen = read_filter(tag or (), model, site, since, until, text)
     except ArgumentError as error:
         raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
-    print_captures(place_of(store, catalog), status, chosen, limit, before, json)
+    print_captures(source_of(store, catalog), status, chosen, limit, before, json)
 
 
 @app.command()
@@ -265,7 +265,7 @@ def show(
     """Show a capture: what is stored, what is missing, and why."""
     from vllm_tap.cli.show import print_manifest
 
-    print_manifest(place_of(store, catalog), ref, json)
+    print_manifest(source_of(store, catalog), ref, json)
 
 
 @app.command()
@@ -299,7 +299,7 @@ def export(
     from vllm_tap.export.hf_export import export_hf
     from vllm_tap.export.zarr_export import export_zarr
 
-    chosen, source = partial(choose, sites=sites, layers=layers), place_of(store, catalog)
+    chosen, source = partial(choose, sites=sites, layers=layers), source_of(store, catalog)
     place = None if out is None else Path(out)
     paths: Sequence[object]
     if format is Format.hf:

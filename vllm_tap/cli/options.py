@@ -18,7 +18,7 @@ from schemas.store.paths import NOT_A_FOLDER, url_of
 
 __all__ = ["ActBits", "ActMode", "AnyStores", "Arm", "Catalog", "Durability", "Edit", "EditDepth", "EditRows", "Format",
            "Keys", "LogFormat", "MaxModelLen", "OnFull", "Probes", "Ref", "RpK", "RpSeed", "Store", "Tiny", "TopkK",
-           "Vectors", "engine_of", "model_of", "place_of"]
+           "Vectors", "engine_of", "model_of", "source_of"]
 
 
 class Format(StrEnum):
@@ -76,7 +76,7 @@ Vectors = Annotated[list[str] | None, typer.Option(
 MaxModelLen = Annotated[int | None, typer.Option(help="Longest prompt and answer together, in tokens.")]
 
 
-def place_of(stores: list[str], catalog: str | None) -> Source:
+def source_of(stores: list[str], catalog: str | None) -> Source:
     """The stores of --store and --catalog."""
     return stores if catalog is None else Cataloged(stores, catalog)
 

@@ -12,8 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from schemas.bucket.places import shown_places
-from schemas.bucket.reader import Source, open_reader
+from schemas.bucket.reader import Source, open_reader, shown
 from schemas.bucket.several import SeveralReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
@@ -57,7 +56,7 @@ def print_captures(store: Source, status: str | None, chosen: CaptureFilter, lim
                       " ".join(row.sites), Text(" ".join(f"{k}={v}" for k, v in row.tags.items())),
                       str(row.prompt_len), str(row.total_len), Text(row.finish_reason or ""))
     narrowed = status is not None or before is not None or chosen != CaptureFilter()
-    console().print(table if rows else f"no captures in {shown_places(store)}"
+    console().print(table if rows else f"no captures in {shown(store)}"
                     + (" that pass the filters" if narrowed else ""))
 
 

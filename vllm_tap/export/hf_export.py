@@ -16,8 +16,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from schemas.bucket.places import shown_places
-from schemas.bucket.reader import Source, open_reader
+from schemas.bucket.reader import Source, open_reader, shown
 from schemas.errors import ArgumentError, NotFoundError, TapError
 from schemas.manifest import Manifest
 from schemas.sites import names_of, transformer_lens_name
@@ -52,7 +51,7 @@ def export_hf(store: Source, ref: str | None, out: Path | None, chosen: Callable
     with open_reader(store) as reader:
         refs = [ref] if ref else [row.id for row in Filters("complete", tags).of(reader)][::-1]
         if not refs:
-            raise NotFoundError(f"no complete captures in {shown_places(store)}"
+            raise NotFoundError(f"no complete captures in {shown(store)}"
                                 + (f" with tags {dict(tags)}" if tags else ""))
         datasets = need("datasets", "--format hf")  # takes seconds: what is refused is refused before
         manifests = map(reader.manifest, refs)

@@ -21,7 +21,7 @@ from schemas.bucket.reader import BucketReader, Cataloged, open_reader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError, CatalogError, StoreError, TapError
 from schemas.postgres import view
-from schemas.postgres.connection import Place
+from schemas.postgres.connection import CatalogUrl
 from schemas.postgres.layout import schema_of
 from schemas.read.captures import read_store_uuid
 from schemas.read.reader import StoreReader
@@ -105,7 +105,7 @@ def test_what_is_in_the_way_is_named(store: Path, tmp_path: Path, catalog: str, 
                 call()
     for bad in ("mysql://h/d", "host=h password=secret1", f"postgresql://tap:{PASSWORD}@@h/d", "", "postgresql://u:p/x@h/d",
                 f"postgresql://u:{PASSWORD}@h:port/d", "postgresql://h/a/b"):
-        for call in (lambda bad=bad: Place(bad), lambda bad=bad: open_store(url, cache, catalog=bad)):
+        for call in (lambda bad=bad: CatalogUrl(bad), lambda bad=bad: open_store(url, cache, catalog=bad)):
             with named(r"catalog = 'a URL \(not shown: it may hold a password\)'.*valid: postgresql://", ArgumentError):
                 call()
     for folder in (lambda: open_store(store, catalog=catalog), lambda: open_reader(Cataloged(str(store), catalog))):

@@ -32,19 +32,23 @@ def ids(store: Store, **filters: Any) -> list[str]:
     return [row.id for row in store.captures(**filters)]
 
 
+def by_pages(store: Store, size: int) -> list[str]:
+    """All ids, page by page; only the last may have fewer."""
+    found, before = list[str](), None
+    while True:
+        rows, following = store.reader.page(limit=size, before=before)
+        found += [row.id for row in rows]
+        if following is None:
+            return found
+        assert len(rows) == size
+        before = following
+
+
 def test_lists_are_of_all_newest_first_by_every_page_size(nodes: Nodes, places: list[str], cache: Path) -> None:
     with open_store(places) as store:
         assert ids(store) == nodes.every and len(nodes.every) == 3 * CAPTURES
         for size in (*range(1, 24), 1000):
-            found, before = list[str](), None
-            while True:
-                rows, following = store.reader.page(limit=size, before=before)
-                found += [row.id for row in rows]
-                if following is None:
-                    break
-                assert len(rows) == size
-                before = following
-            assert found == nodes.every, size
+            assert by_pages(store, size) == nodes.every, size
         assert ids(store, limit=5, before=nodes.every[3]) == nodes.every[4:9]
 
 
@@ -59,15 +63,7 @@ def test_lists_where_one_store_has_all_the_newest(nodes: Nodes, tmp_path: Path, 
         for few in (1, 3, 16):
             monkeypatch.setattr("schemas.bucket.several._ROWS_MIN", few)
             for size in (1, 2, 5, 9, 14, 20, 36, 37, 100):
-                found, before = list[str](), None
-                while True:
-                    rows, following = store.reader.page(limit=size, before=before)
-                    found += [row.id for row in rows]
-                    if following is None:
-                        break
-                    assert len(rows) == size
-                    before = following
-                assert found == every, (few, size)
+                assert by_pages(store, size) == every, (few, size)
 
 
 @pytest.mark.parametrize("filters", [
