@@ -103,6 +103,7 @@ bench: $(STAMP)  ## what capturing costs: engine ratios, bytes a token, what the
 
 bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, and the whole table (make ENGINE=gpu …)
 	$(PY) -m pytest tests/gpu tests/engine_side/kernels tests/engine/test_coded_rows.py tests/engine/test_arming.py \
+	    tests/engine/discovery/test_routing.py \
 	    tests/engine/edits/test_edits.py
 	VLLM_USE_V2_MODEL_RUNNER=0 $(PY) -m pytest tests/engine/edits/test_edits.py
 	$(PY) -m bench.kernels

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine_side.seams.fusions import fuses, multiplies
+from engine_side.seams.compiled.fusions import fuses, multiplies
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint, of_model
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from engine_side.seams.compiled.routing import check_routing, padded
 from engine_side.seams.media.models import embed_noise, embeds_outside
 from engine_side.seams.ranks.agreement import all_together, together
 from engine_side.seams.ranks.pipeline import fill
@@ -18,6 +19,7 @@ from engine_side.tap.architectures import Embedding, Sum
 from engine_side.tap.staging import Staging
 from engine_side.worker import Worker
 from schemas.errors import StartError
+from schemas.sites import SITES
 
 logger = logging.getLogger("vllm.tap")
 
@@ -64,9 +66,20 @@ def _test(runner: Any, current: Worker) -> None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
             _check_staged(runner, current, where)
+    _check_routing(runner, current)
     if current.editor is not None:
         current.editor.warm()
         check_edits(runner, current, where)
+
+
+def _check_routing(runner: Any, current: Worker) -> None:
+    """StartError where routers whose sites are armed are misled by the compiled model."""
+    if not torch.cuda.is_initialized() or not (routers := padded(current.model)):
+        return
+    rows = min(_NOISE_ROWS, runner.vllm_config.scheduler_config.max_num_batched_tokens)
+    armed = [site for site in current.staging.buffers if SITES[site].width in ("experts", "chosen_experts")]
+    with together(), torch.inference_mode():
+        check_routing(routers, lambda: runner._dummy_run(rows, **_unattended(runner)), armed)
 
 
 def _hand_on_noise(runner: Any) -> None:

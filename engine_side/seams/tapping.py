@@ -18,7 +18,8 @@ from engine_side.discovery.proofs import worst
 from engine_side.edits.editor import Editor
 from engine_side.edits.places import call_of, edit_arguments, edit_results, keep
 from engine_side.edits.tables import Size, room, tables
-from engine_side.seams import fusions, projections, residuals, unchanged
+from engine_side.seams import projections, unchanged
+from engine_side.seams.compiled import fusions, residuals
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.kept import finite
 from engine_side.seams.kept.attends import attends_of, joined
@@ -278,10 +279,6 @@ def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:
                              "only its share of a step's rows between two operations; switch it off")
     if parallel.pipeline_parallel_size > 1:
         _check_stages(plan, vllm_config)
-    ranks, ids = parallel.tensor_parallel_size * parallel.pipeline_parallel_size, [s for s in tapped if SITES[s].ids]
-    if ranks > 1 and ids and vllm_config.device_config.device_type != "cpu":
-        raise StartError(f"vllm-tap: {', '.join(ids)}: on {ranks} GPUs ids did not always agree with the captured "
-                         "router_logits, for an unknown reason; arm other sites, or run on one GPU")
     if parallel.data_parallel_size > 1 and plan.config.edit:
         raise StartError(f"vllm-tap: data_parallel_size={parallel.data_parallel_size}: an engine runs steps "
                          "without requests there, and edits are not tested in such steps; leave --edit "

@@ -24,7 +24,8 @@ def main(store: str, way: str) -> None:
     import vllm_tap
     from bench.shapes import make_model
     from engine_side import worker
-    from engine_side.seams import projections, residuals
+    from engine_side.seams import projections
+    from engine_side.seams.compiled import residuals
     from engine_side.tap import taps
 
     if way == "copied":

@@ -18,7 +18,8 @@ from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-from engine_side.seams import fusions, projections, residuals
+from engine_side.seams import projections
+from engine_side.seams.compiled import fusions, residuals
 from engine_side.tap import taps
 from engine_side.tap.architectures import ARCHITECTURES, TapPoint, family_of, find_carried
 from engine_side.tap.staging import Staging, allocate

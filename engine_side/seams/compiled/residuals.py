@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from engine_side.seams.fusions import fuses
+from engine_side.seams.compiled.fusions import fuses
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from engine_side.tap.staging import Staging

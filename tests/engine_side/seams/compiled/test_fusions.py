@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 
-from engine_side.seams import fusions
+from engine_side.seams.compiled import fusions
 from engine_side.tap.architectures import ARCHITECTURES, TapPoint
 from tests.support.pages.readme import ROOT
 
