@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from engine_side.discovery.calls import Call, Claim, Recording, Value
+from engine_side.discovery.calls import Call, Claim, Recording, Value, rows_of
 from engine_side.discovery.identities import (
     ROUNDINGS,
     Explained,
@@ -26,14 +26,17 @@ from engine_side.discovery.identities import (
     explain,
     forms,
 )
+from engine_side.discovery.joined import FAILED, Part, refused
 from engine_side.discovery.nudge import SUM_ROUNDINGS
 from engine_side.discovery.parts import Inside, Parts, Roles
-from engine_side.discovery.proofs import of_stream
+from engine_side.discovery.proofs import Begun, of_stream
 from engine_side.tap import taps
-from engine_side.tap.architectures import BY_STRUCTURE, Family, ModulePath, TapPoint
+from engine_side.tap.architectures import BY_STRUCTURE, ModulePath, TapPoint
+from engine_side.tap.stages import Stage
 from schemas.errors import StartError
 
-FAILED: Final = "the search for its sites failed: "  # in front of the reason
+__all__ = ["FAILED", "ROWS", "Contradicted", "Crossing", "Discovery", "Shape"]
+
 ROWS: Final = 8  # of the recorded step: eight times the width is equations enough for three factors
 
 
@@ -58,6 +61,7 @@ class Contradicted(StartError):
 class Shape:
     """What a model's configuration says of it. ``factors``: numbers that what is added may be multiplied by.
     ``within``: the part of the model in which its blocks are, where it has blocks of others (a tower for images).
+    ``stage``: the blocks that this process has, of a pipeline; None where it has all.
     """
 
     n_layers: int
@@ -65,6 +69,33 @@ class Shape:
     dtype: torch.dtype
     factors: Sequence[float]
     within: nn.Module | None = None
+    stage: Stage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Tensors by name that a stage got from the one before, as they came, and that it hands on; none at the model's
+    ends.
+    """
+
+    came: Mapping[str, torch.Tensor]
+    left: Mapping[str, torch.Tensor]
+
+
+WHOLE: Final = Crossing({}, {})
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where a stage's stream begins and ends: the final norm and how far it is off, what came in the stream's place
+    and how far that is off, and what is handed on.
+    """
+
+    norm: Call | None
+    norm_off: float
+    came: str
+    came_off: float
+    left: str
 
 
 class Discovery:
@@ -79,6 +110,7 @@ class Discovery:
         self.model, self.width, self.ids, self.factors, self.roles = model, shape.width, ids, shape.factors, roles
         self._sums = sums
         self.dtype, self.tolerance = shape.dtype, ROUNDINGS[shape.dtype]
+        self.stage = shape.stage or Stage(0, 1, 0, shape.n_layers)
         self.kernels = {id(module) for module in model.modules() if roles.is_kernel(module)}
         self.layers, self.blocks = self._find_blocks(shape.n_layers, shape.within or model)
         self.streams: list[Stream] | None = None
@@ -88,6 +120,7 @@ class Discovery:
             if (rule := taps.rule_of(point.rule)).method == "forward":
                 self._claims.setdefault(id(point.module), []).append(((point.site, point.layer), rule))
         self._wrong: list[str] = []  # what is claimed and cannot be
+        self._came: torch.Tensor | None = None  # what is claimed to enter the first block
         self._handed_on: torch.Tensor | None = None  # what is claimed to leave the last block
         self._first: Call | None = None
         self._last: Call | None = None  # of the blocks that ended; it is explained once the next says what a stream is
@@ -102,13 +135,14 @@ class Discovery:
         named = dict(self.model.named_modules())  # each module once, by its first path
         inside = {id(module) for module in within.modules()}
         lists = [path for path, module in named.items()
-                 if isinstance(module, nn.ModuleList) and len(module) == n_layers and f"{path}.0" in named
+                 if isinstance(module, nn.ModuleList) and len(module) == n_layers
+                 and f"{path}.{self.stage.start}" in named
                  and id(module) in inside and self._attends(module)]
         outer = [path for path in lists if not any(path.startswith(f"{other}.") for other in lists)]
         if len(outer) != 1:
-            raise _refused(f"looked for one list of {n_layers} blocks with attention in them, found "
+            raise refused(f"looked for one list of {n_layers} blocks with attention in them, found "
                            f"{', '.join(outer) or 'none'}")
-        return outer[0], [f"{outer[0]}.{layer}" for layer in range(n_layers)]
+        return outer[0], [f"{outer[0]}.{layer}" for layer in range(self.stage.start, self.stage.stop)]
 
     def _attends(self, module: nn.Module) -> bool:
         return any(id(part) in self.kernels for part in module.modules())
@@ -127,7 +161,7 @@ class Discovery:
         claimed = {place: rows for call in (*inside, block) for place, rows in call.claimed.items()}
         if not claimed or block.path not in self.blocks:
             return
-        number = self.blocks.index(block.path)
+        number = self.stage.start + self.blocks.index(block.path)
         self._wrong += [f"{site}.{layer} is of block {number}" for site, layer in claimed if layer != number]
         rows = {site: found for (site, _), found in claimed.items()}
         pre, mid, post = (rows.get(site) for site in ("resid_pre", "resid_mid", "resid_post"))
@@ -143,10 +177,21 @@ class Discovery:
                     (off := apart(total, torch.stack(there).sum(0))) > SUM_ROUNDINGS * self.tolerance:
                 self._wrong.append(f"{site}.{number} differs by {off:.1e} from the sum of its parts")
         self._handed_on = post
+        if number == self.stage.start:
+            self._came = pre
+
+    def _hold_crossing(self, crossing: Crossing) -> None:
+        """Hold what a table claims of the stream against what the stage before hands on, and what this one does."""
+        for tensors, rows, place in ((crossing.came, self._came, f"resid_pre.{self.stage.start} is not what the stage "
+                                                                 "before hands on"),
+                                     (crossing.left, self._handed_on, f"resid_post.{self.stage.stop - 1} is not what "
+                                                                      "the stage hands on")):
+            if tensors and rows is not None and not (off := self._handed(tensors, rows)[1]) <= self.tolerance:
+                self._wrong.append(f"{place}: the nearest differs by {off:.1e}")
 
     def _look_at(self, block: Call, inside: list[Call]) -> None:
         if self._count >= len(self.blocks) or block.path != self.blocks[self._count]:
-            raise _refused(f"{block.path} ran in the place of {self.blocks[min(self._count, len(self.blocks) - 1)]}: "
+            raise refused(f"{block.path} ran in the place of {self.blocks[min(self._count, len(self.blocks) - 1)]}: "
                            "blocks run in another order, or more than once")
         self._count += 1
         if self._last is None:
@@ -161,9 +206,9 @@ class Discovery:
                             and close(into[stream.into], out[stream.out], self.tolerance / 10)]
         if not self.streams:
             if several := _several(block, self._last, len(self.ids), self.width):
-                raise _refused(f"several streams: {self._last.path} returns {several} rows of {self.width} numbers a "
+                raise refused(f"several streams: {self._last.path} returns {several} rows of {self.width} numbers a "
                                f"token, and {block.path} is given as many; no definition says which is the stream")
-            raise _refused(f"{block.path} does not receive any tensor that {self._last.path} returns, nor a sum of two"
+            raise refused(f"{block.path} does not receive any tensor that {self._last.path} returns, nor a sum of two"
                            f"{_nearest(into, out, self.width)}")
         for stream in self.streams:
             stream.handed.append(apart(into[stream.into], out[stream.out]))
@@ -188,49 +233,91 @@ class Discovery:
         assert self._last is not None
         return Inside(self._inside, self._last.path, self.roles, self.tolerance).parts(attention, mlp)
 
-    def found(self, outside: Sequence[Call]) -> Family:
-        """The sites; StartError says why they cannot be told, Contradicted which claims cannot be."""
+    def found(self, outside: Sequence[Call], crossing: Crossing = WHOLE) -> Part:
+        """The sites of the blocks here; StartError says why they are not told, Contradicted which claims are wrong."""
+        self._hold_crossing(crossing)
         try:
-            stream, norm, off, begins = self._admitted(outside)
+            part, differs = self._told(outside, crossing)
         except StartError:
             self._contradict(self._wrong)
             raise
-        self._contradict([*self._differs(stream, norm, begins[1], outside), *self._wrong])
-        return self._sites(stream, norm, off, begins)
+        self._contradict([*differs, *self._wrong])
+        return part
 
-    def _admitted(self, outside: Sequence[Call]) -> tuple[Stream, Call, float, tuple[str, torch.Tensor]]:
-        """The one way in which blocks may carry the stream, the final norm and how far it is off, the embedding's path
-        and rows.
-        """
+    def _told(self, outside: Sequence[Call], crossing: Crossing) -> tuple[Part, list[str]]:
+        """The sites, and what a table claims of them that is not so."""
         if self.refused is not None:
             raise self.refused
-        if self._count != len(self.blocks) or self.streams is None:
-            raise _refused(f"{self._count} of {len(self.blocks)} blocks ran" if self._count != len(self.blocks)
-                           else "with a single block, the tensor between blocks is unknown")
+        if self._count != len(self.blocks):
+            raise refused(f"{self._count} of {len(self.blocks)} blocks ran")
+        assert self._last is not None
+        if self.streams is None:
+            if self.stage.first:
+                raise refused("with a single block, the tensor between blocks is unknown" + (
+                    "" if self.stage.count == 1 else
+                    ": set VLLM_PP_LAYER_PARTITION so that the first stage has two blocks at least"))
+            self.streams = [Stream(into, out) for into in forms(self._last.given, "argument", self.width)
+                            for out in forms(self._last.made, "result", self.width)]
         self._explain()
-        begins = self._begins(outside)
+        begins = self._begins(outside) if self.stage.first else None
+        stream, ends = self._admitted(outside, crossing)
+        return self._sites(stream, ends, begins), self._differs(stream, ends.norm, begins, outside)
+
+    def _admitted(self, outside: Sequence[Call], crossing: Crossing) -> tuple[Stream, Ends]:
+        """The one way in which blocks may carry the stream, and where it begins and ends."""
+        assert self.streams is not None
         reasons, admitted = [], []
         for stream in self.streams:
-            wrong = next((f"block {layer}: {one}" for layer, one in enumerate(stream.explained)
+            wrong = next((f"block {self.stage.start + number}: {one}" for number, one in enumerate(stream.explained)
                           if isinstance(one, str)), None)
-            off, norm = (0.0, None) if wrong else self._final_norm(stream, outside)
-            if wrong or norm is None or not off <= self.tolerance:
-                wrong = wrong or "no norm after the last block has it as its only input" + (
-                    "" if norm is None else f": the nearest, {norm.path}, differs by {off:.1e}; rounding is at most "
-                                            f"{self.tolerance:.0e}")
-                reasons.append(f"{stream.into}: {wrong}")
+            ends = wrong or self._ends(stream, outside, crossing)
+            if isinstance(ends, str):
+                reasons.append(f"{stream.into}: {ends}")
             else:
-                admitted.append((stream, norm, off))
+                admitted.append((stream, ends))
         if len(admitted) != 1:
-            raise _refused("; ".join(reasons) if not admitted else
-                           f"the stream could be any of {', '.join(stream.into for stream, *_ in admitted)}")
-        return *admitted[0], begins
+            raise refused("; ".join(dict.fromkeys(reasons)) if not admitted else
+                          f"the stream could be any of {', '.join(stream.into for stream, _ in admitted)}")
+        return admitted[0]
 
-    def _differs(self, stream: Stream, norm: Call, embedded: torch.Tensor, outside: Sequence[Call]) -> list[str]:
+    def _ends(self, stream: Stream, outside: Sequence[Call], crossing: Crossing) -> Ends | str:
+        """Where a stream begins and ends on this stage; a text says why it does not."""
+        assert self._first is not None and self._last is not None
+        came, left = ("", 0.0), ("", 0.0)
+        if not self.stage.first:
+            came = self._handed(crossing.came, forms(self._first.given, "argument", self.width)[stream.into])
+        if not self.stage.last:
+            left = self._handed(crossing.left, forms(self._last.made, "result", self.width)[stream.out])
+        for (name, off), what in ((came, "is handed no tensor, nor sum of two, that its first block gets"),
+                                  (left, "hands on no tensor, nor sum of two, that its last block returns")):
+            if not off <= self.tolerance:
+                return f"the stage {what}" + (f": the nearest, {name}, differs by {off:.1e}" if name else "")
+        if not self.stage.last:
+            if not self.stage.first and came[0] != left[0]:
+                return f"the stage gets it as {came[0]} and hands it on as {left[0]}"
+            return Ends(None, 0.0, *came, left[0])
+        off, norm = self._final_norm(stream, outside)
+        if norm is None or not off <= self.tolerance:
+            return "no norm after the last block has it as its only input" + (
+                "" if norm is None else f": the nearest, {norm.path}, differs by {off:.1e}; rounding is at most "
+                                        f"{self.tolerance:.0e}")
+        return Ends(norm, off, *came, "")
+
+    def _handed(self, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> tuple[str, float]:
+        """Name of the tensor, or of the two whose sum is nearest to ``rows``, and how far they are apart."""
+        values = [Value(f"tensor {name}", found) for name, tensor in tensors.items()
+                  if (found := rows_of(tensor, len(self.ids))) is not None]
+        off, name = min(((apart(form, rows), name) for name, form in forms(values, "tensor", self.width).items()),
+                        default=(float("inf"), ""))
+        return name, off
+
+    def _differs(self, stream: Stream, norm: Call | None, begins: tuple[str, torch.Tensor] | None,
+                 outside: Sequence[Call]) -> list[str]:
         """Rows that a table claims to be a site's and are others than those that were found."""
-        wrong = [f"{site}.{layer} {rest}" for layer, block in enumerate(stream.explained)
+        wrong = [f"{site}.{layer} {rest}" for layer, block in enumerate(stream.explained, self.stage.start)
                  if isinstance(block, Explained) for site, rest in (one.split(" ", 1) for one in block.differs)]
-        once = {"embed": embedded, "final_norm": _wide(norm, self.width)[0].rows}
+        once = {**({"embed": begins[1]} if begins else {}),
+                **({"final_norm": _wide(norm, self.width)[0].rows} if norm else {})}
         wrong += [f"{site} differs by {off:.1e} of its norm" for call in outside
                   for (site, _), rows in call.claimed.items()
                   if site in once and (off := apart(rows, once[site])) > self.tolerance]
@@ -261,7 +348,7 @@ class Discovery:
                  and not any(path.startswith(f"{call.path}." if call.path else "") for path in made
                              if path != call.path)]
         if len(found) != 1:
-            raise _refused("looked for one module that embeds the tokens, found "
+            raise refused("looked for one module that embeds the tokens, found "
                            f"{', '.join(call.path for call in found) or 'none'}")
         return found[0].path, made[found[0].path]
 
@@ -288,51 +375,34 @@ class Discovery:
             nearest = min(nearest, (off, call), key=lambda one: one[0])
         return nearest
 
-    def _sites(self, stream: Stream, norm: Call, norm_off: float, begins: tuple[str, torch.Tensor]) -> Family:
+    def _sites(self, stream: Stream, ends: Ends, begins: tuple[str, torch.Tensor] | None) -> Part:
         assert self._first is not None
         explained = [one for one in stream.explained if isinstance(one, Explained)]
-        absent, lacking = dict[str, str](), dict[str, str]()
+        absent, lacks = dict[str, str](), dict[str, str]()
         found: dict[str, dict[int, ModulePath]] = {site: {} for site in BY_STRUCTURE}
-        for layer, (path, block) in enumerate(zip(self.blocks, explained, strict=True)):
+        for layer, (path, block) in enumerate(zip(self.blocks, explained, strict=True), self.stage.start):
             places = {"resid_pre": Place("", stream.into), "resid_post": Place("", stream.out),
                       **self._inner(block, absent), **block.parts}
-            lacking |= block.lacks
+            lacks |= block.lacks
             for site, place in places.items():
                 found[site][layer] = ModulePath(f"{path}.{place.path}".rstrip("."), place.rule,
                                                 place.meaning or _MEANING[site], width=place.width or self.width)
-        found["embed"][0] = ModulePath(begins[0], "result 0", _MEANING["embed"], width=self.width)
-        found["final_norm"][0] = ModulePath(norm.path, _wide(norm, self.width)[0].rule, _MEANING["final_norm"],
-                                            width=self.width)
-        sums = not absent and all(len(block.terms) <= 2 for block in explained)
-        for site, by_layer in found.items():
-            if len(widths := sorted({place.width for place in by_layer.values()})) > 1:
-                absent[site] = f"its rows have {' or '.join(map(str, widths))} numbers, depending on the layer"
-        absent |= self._unlike(found)
-        absent |= {site: why for site, why in lacking.items() if not found[site]}
-        found = {site: places for site, places in found.items() if places and site not in absent}
+        if ends.norm is not None:
+            found["final_norm"][0] = ModulePath(ends.norm.path, _wide(ends.norm, self.width)[0].rule,
+                                                _MEANING["final_norm"], width=self.width)
+        modules = {layer: tuple((name, f"{type(module).__module__}.{type(module).__qualname__}")
+                                for name, module in self.model.get_submodule(path).named_modules())
+                   for layer, path in enumerate(self.blocks, self.stage.start)}
         entered = _entered(forms(self._first.given, "argument", self.width), stream)
-        bare = entered is not None and torch.equal(entered, begins[1])
-        return Family(
-            self.layers, {}, {}, begins[0], ("embed", "resid_pre") if bare else ("embed",),
-            _names(found, entered, begins[1]), absent, sums, found, of_stream(stream, explained, found, bare, norm_off))
-
-    def _unlike(self, found: Mapping[str, Mapping[int, ModulePath]]) -> dict[str, str]:
-        """Sites inside attention and the MLP that blocks of the same modules have in different places: one of them was
-        told wrong. StartError where the stream or what is added to it is such a one.
-        """
-        alike: dict[tuple[tuple[str, type], ...], tuple[int, dict[str, tuple[str, str]]]] = {}
-        unlike: dict[str, str] = {}
-        for layer, path in enumerate(self.blocks):
-            modules = tuple((name, type(module)) for name, module in self.model.get_submodule(path).named_modules())
-            sites = {site: (place.path.removeprefix(path), place.rule) for site, places in found.items()
-                     if site not in ("embed", "final_norm") and (place := places.get(layer)) is not None}
-            other, expected = alike.setdefault(modules, (layer, sites))
-            if differs := sorted(site for site in sites.keys() | expected if sites.get(site) != expected.get(site)):
-                why = f"blocks {other} and {layer} have the same modules, and differ in"
-                if stream := [site for site in differs if site in _MEANING]:
-                    raise _refused(f"{why} {', '.join(stream)}")
-                unlike |= {site: f"{why} it" for site in differs}
-        return unlike
+        bare, embeds = False, False
+        if begins is not None:
+            found["embed"][0] = ModulePath(begins[0], "result 0", _MEANING["embed"], width=self.width)
+            bare = entered is not None and torch.equal(entered, begins[1])
+            embeds = entered is not None and _begins_with(entered, begins[1])
+        proofs = of_stream(stream, explained, found, self.stage, Begun(bare, ends.came, ends.came_off), ends.norm_off)
+        return Part(self.layers, found, (stream.into, stream.out), ends.came, ends.left, absent, lacks,
+                    all(len(block.terms) <= 2 for block in explained), modules, proofs,
+                    "" if begins is None else begins[0], bare, embeds)
 
     def _inner(self, block: Explained, absent: dict[str, str]) -> dict[str, Place]:
         """Places of the sites inside a block; why there is none is put into ``absent``."""
@@ -354,20 +424,11 @@ def _wide(call: Call, width: int) -> list[Value]:
     return [value for value in call.made if value.rows.shape[1] == width]
 
 
-def _names(found: Mapping[str, Mapping[int, ModulePath]], entered: torch.Tensor | None, embedded: torch.Tensor
-           ) -> dict[str, str]:
-    """``Family.names``, without those that no site here is: what a module returns before it is multiplied by a number
-    on its way into the stream, and embeddings that are (by more than what positions add can be taken for).
+def _begins_with(entered: torch.Tensor, embedded: torch.Tensor) -> bool:
+    """Whether a stream begins with embeddings that are not multiplied by a number (by more than what positions add can
+    be taken for).
     """
-    names = {}
-    for part, site in (("attn", "attn_out"), ("mlp", "mlp_out")):
-        if f"{site}_raw" in found:
-            names[f"{part}.hook_out"] = f"{site}_raw"
-        elif not any(" × " in place.rule for place in found.get(site, {}).values()):
-            names[f"{part}.hook_out"] = site
-    if entered is not None and 0.5 < float((entered * embedded).sum() / (embedded * embedded).sum()) < 1.5:
-        names["hook_embed"] = "embed"
-    return names
+    return 0.5 < float((entered * embedded).sum() / (embedded * embedded).sum()) < 1.5
 
 
 def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor | None:
@@ -395,6 +456,3 @@ def _why_not(terms: Sequence[Term]) -> str:
         return f"{len(terms)} tensors are added in its place: {', '.join(term.places[0].path for term in terms)}"
     return f"it is added times {terms[0].factor:.4g}, which the configuration does not name"
 
-
-def _refused(why: str) -> StartError:
-    return StartError(f"vllm-tap: this architecture is not in the table, and {FAILED}{why}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:  # the command that prints proofs has no seconds for torch
     from engine_side.discovery.identities import Explained, Stream, Term
+    from engine_side.tap.stages import Stage
 
 
 # Sites inside attention and the MLP: rows are compared number for number, ids are not looked at.
@@ -34,23 +35,36 @@ class Proof:
     off: float | None
 
 
-def of_stream(stream: Stream, blocks: Sequence[Explained], found: Mapping[str, Mapping[int, object]], bare: bool,
-              norm_off: float) -> tuple[Proof, ...]:
-    """Proofs of the sites in ``found`` (by site and layer). ``bare``: the first block is given the embedding's rows,
-    bit for bit. ``norm_off``: how far the final norm, called again with the stream alone, is from what it had made.
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """How the stream begins: with the embedding's rows, bit for bit, if ``bare``; or with what ``came`` from the stage
+    before, and how far that is off.
+    """
+
+    bare: bool
+    came: str = ""
+    off: float = 0.0
+
+
+def of_stream(stream: Stream, blocks: Sequence[Explained], found: Mapping[str, Mapping[int, object]], stage: Stage,
+              begun: Begun, norm_off: float) -> tuple[Proof, ...]:
+    """Proofs of the sites in ``found`` (by site and layer) of the blocks of a ``stage``. ``norm_off``: how far the
+    final norm, called again with the stream alone, is from what it had made.
     """
     proofs = [Proof("embed", 0, "the one module that is given the tokens alone", None),
-              Proof("final_norm", 0, f"final_norm = norm(resid_post.{len(blocks) - 1})", norm_off)]
+              Proof("final_norm", 0, f"final_norm = norm(resid_post.{stage.stop - 1})", norm_off)]
     proofs += [Proof(site, layer, identity, None if site == "experts" else 0.0)
                for site, identity in _INSIDE.items() for layer in found.get(site, {})]
-    for layer, block in enumerate(blocks):
+    for layer, block in enumerate(blocks, stage.start):
         whole, inside = _of_block(layer, block, found)
         proofs += inside
-        if layer:
+        if layer > stage.start:
             proofs.append(Proof("resid_pre", layer, "resid_pre = resid_post of the layer before",
-                                stream.handed[layer - 1]))
+                                stream.handed[layer - stage.start - 1]))
+        elif begun.came:
+            proofs.append(Proof("resid_pre", layer, "resid_pre = what the stage before hands on", begun.off))
         else:
-            proofs.append(Proof("resid_pre", 0, "resid_pre = embed", 0.0) if bare else
+            proofs.append(Proof("resid_pre", 0, "resid_pre = embed", 0.0) if begun.bare else
                           Proof("resid_pre", 0, whole, block.off))
     return tuple(proof for proof in proofs if proof.layer in found.get(proof.site, {}))
 

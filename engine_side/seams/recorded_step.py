@@ -15,17 +15,19 @@ import torch
 from torch import nn
 
 from engine_side.discovery.calls import put_back
-from engine_side.discovery.discover import FAILED, ROWS, Contradicted, Discovery, Shape
+from engine_side.discovery.discover import FAILED, ROWS, Contradicted, Crossing, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
+from engine_side.discovery.joined import Part, joined
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.outcome import Outcome, proved_sites
 from engine_side.discovery.parts import Roles
 from engine_side.front.media import EMBEDDED_OUTSIDE, EXPERTS_APART
 from engine_side.seams.media.models import check_media, embeds_outside, language_model, positions_of, takes_media
-from engine_side.seams.ranks.agreement import Alone, together
+from engine_side.seams.ranks.agreement import Alone, of_stages, together
 from engine_side.seams.ranks.pipeline import arriving, stage_of
 from engine_side.tap import taps
 from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
+from engine_side.tap.stages import Stage
 from schemas.errors import StartError
 
 logger = logging.getLogger("vllm.tap")
@@ -33,8 +35,7 @@ logger = logging.getLogger("vllm.tap")
 
 def discover(model: nn.Module, vllm_config: Any) -> Family:
     """The sites of a model, found in one step of it; StartError says why they are not."""
-    with together():  # the nudge is a step of all ranks again
-        family = _searched(model, vllm_config, (), False)
+    family = _searched(model, vllm_config, (), False)
     _nudge(model, vllm_config, family)
     return family
 
@@ -45,20 +46,17 @@ def prove(model: nn.Module, vllm_config: Any, family: Family) -> Family:
     Returns the family with the proofs of its places. What the search cannot tell (weights that are all but nothing,
     say) it does not hold against the table, which then says why it is ``unproved``.
     """
-    if (stage := stage_of(vllm_config)).count > 1:
-        _nudge(model, vllm_config, family)
-        return unproved(model, family, "a stage of a pipeline has but some of its blocks")
+    stage = stage_of(vllm_config)
     claims = list(every_point(model, family, vllm_config.model_config.get_hidden_size(), stage))
     try:
-        with together():
-            found = _searched(model, vllm_config, claims, family.sums)
+        found = _searched(model, vllm_config, claims, family.sums)
     except (Contradicted, Alone):
         raise
     except Exception as error:  # whatever a step outside of a running engine can meet
         why = str(error).rpartition(FAILED)[2]
         return unproved(model, family, why if isinstance(error, StartError) else f"{type(error).__name__}: {why}")
     _nudge(model, vllm_config, family)
-    held = {point.site for point in claims} & found.found.keys()
+    held = set().union(*of_stages({point.site for point in claims})) & found.found.keys()
     logger.info("vllm-tap: sites of %s proved by structure: %s", type(model).__name__, ", ".join(sorted(held)))
     return replace(family, proofs=tuple(proof for proof in found.proofs if proof.site in held))
 
@@ -71,10 +69,32 @@ def unproved(model: nn.Module, family: Family, why: str) -> Family:
 
 
 def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool) -> Family:
+    """The family of a model, of what every stage of the engine finds of it; StartError on each if one finds nothing."""
+    part, failed, stage = None, None, stage_of(vllm_config)
+    try:
+        with together():  # what follows is a step of all ranks again
+            part = _part(model, vllm_config, claims, sums, stage)
+    except Exception as error:
+        if stage.count == 1 or isinstance(error, Alone):
+            raise
+        failed = error
+    told = of_stages((part, None if failed is None else (isinstance(failed, Contradicted), str(failed))))
+    wrong = [(contradicted, number, why) for number, (_, refusal) in enumerate(told) if refusal is not None
+             for contradicted, why in (refusal,)]
+    if wrong:
+        contradicted, number, why = max(wrong, key=lambda one: (one[0], -one[1]))
+        begin, _, reason = why.rpartition(FAILED)
+        kind = Contradicted if contradicted else StartError
+        raise kind(f"{begin}{FAILED}on stage {number} of the pipeline: {reason}" if begin else why) from failed
+    return joined([each for each, _ in told if each is not None])
+
+
+def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool, stage: Stage) -> Part:
+    """What is found of the blocks that this process has."""
     model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
     ids = _ids(vllm_config, draws)
     shape = Shape(model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(), model_config.dtype,
-                  _factors(model_config), language_model(model, model_config))
+                  _factors(model_config), language_model(model, model_config), stage)
     search = Discovery(model, shape, ids, _roles(), claims, sums)
 
     def noise(result: torch.Tensor) -> None:
@@ -82,8 +102,8 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
 
     with _a_step(model, vllm_config) as step:
         with search.recorded(noise) as outside:
-            step(ids)
-        return search.found(outside)
+            crossing = step(ids)
+        return search.found(outside, crossing)
 
 
 def _factors(model_config: Any) -> list[float]:
@@ -136,18 +156,20 @@ def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
 
 
 @contextmanager
-def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tensor], None]]:
-    """What runs the model on tokens, as it is written, outside of a running engine."""
+def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tensor], Crossing]]:
+    """What runs the model on tokens, as it is written, outside of a running engine, and says what came and left."""
     from vllm.forward_context import set_forward_context
 
     device = next(model.parameters()).device
     given = arriving(model, stage_of(vllm_config), ROWS, vllm_config.model_config.dtype,
                      torch.Generator().manual_seed(2))
 
-    def step(ids: torch.Tensor) -> None:
+    def step(ids: torch.Tensor) -> Crossing:
+        came = {name: tensor.clone() for name, tensor in getattr(given, "tensors", {}).items()}  # some add to it
         # As vLLM's runners call it: there are models that take no less.
-        model(input_ids=ids.to(device), positions=positions_of(len(ids), vllm_config.model_config, device),
-              intermediate_tensors=given, inputs_embeds=None)
+        left = model(input_ids=ids.to(device), positions=positions_of(len(ids), vllm_config.model_config, device),
+                     intermediate_tensors=given, inputs_embeds=None)
+        return Crossing(came, dict(getattr(left, "tensors", {})))
 
     with torch.inference_mode(), set_forward_context(None, vllm_config, num_tokens=ROWS), _as_written(model):
         yield step

@@ -250,9 +250,6 @@ def _check_unknown(names: list[str], vllm_config: Any) -> None:
     if vllm_config.parallel_config.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={vllm_config.parallel_config.data_parallel_size}; set it to "
                          "1")
-    if (stages := vllm_config.parallel_config.pipeline_parallel_size) > 1:
-        raise StartError(f"{start} with pipeline_parallel_size={stages}, because a stage has only some of the blocks; "
-                         "set it to 1")
 
 
 def _check_parallel(plan: ArmingPlan, vllm_config: Any) -> None:

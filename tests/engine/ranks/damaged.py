@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 from vllm.config.load import LoadConfig
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_world_group
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
@@ -42,8 +42,10 @@ def _stale(model: Any) -> None:
 
 
 def _longer(model: Any) -> None:
-    """Block 1 hands on one in a hundred more of the MLP's rows than the MLP made."""
-    model.model.layers[1].register_forward_hook(lambda _block, _given, result: (1.01 * result[0], *result[1:]))
+    """Block 1 hands on one in a hundred more than it made, of the MLP's rows where it returns them apart."""
+    model.model.layers[1].register_forward_hook(
+        lambda _block, _given, result: 1.01 * result if isinstance(result, torch.Tensor) else
+        (1.01 * result[0], *result[1:]))
 
 
 def _raises(model: Any) -> None:
@@ -65,7 +67,7 @@ DAMAGES: Final[dict[str, Callable[[Any], None]]] = {
 
 @register_model_loader("damaged")
 class DamagedLoader(DefaultModelLoader):
-    """Takes ``damage``, of ``DAMAGES``, the tensor-parallel ``rank`` that has it, and the ``folder`` in which each of
+    """Takes ``damage``, of ``DAMAGES``, the ``rank`` of the engine that has it, and the ``folder`` in which each of
     two ranks leaves what its start ended with, as its extra configuration.
     """
 
@@ -75,7 +77,7 @@ class DamagedLoader(DefaultModelLoader):
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
         super().load_weights(model, model_config)
-        if get_tp_group().rank_in_group == self.said["rank"]:
+        if get_world_group().rank_in_group == self.said["rank"]:
             DAMAGES[self.said["damage"]](model)
 
     def load_model(self, *args: Any, **kwargs: Any) -> nn.Module:
@@ -87,11 +89,11 @@ class DamagedLoader(DefaultModelLoader):
             said = str(error)
             raise
         finally:
-            folder = Path(self.said["folder"])
-            (folder / f"writing {get_tp_group().rank_in_group}").write_text(said)
-            (folder / f"writing {get_tp_group().rank_in_group}").rename(folder / str(get_tp_group().rank_in_group))
+            folder, rank = Path(self.said["folder"]), get_world_group().rank_in_group
+            (folder / f"writing {rank}").write_text(said)
+            (folder / f"writing {rank}").rename(folder / str(rank))
             if self.said["damage"] != "raises":
-                until(lambda: all((folder / str(rank)).exists() for rank in range(2)), 90)
+                until(lambda: all((folder / str(each)).exists() for each in range(2)), 90)
 
 
 class Registers:

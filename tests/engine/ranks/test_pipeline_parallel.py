@@ -19,10 +19,13 @@ from tests.engine.conftest import Store
 from tests.engine.ranks.collectives import by_step, count, counted
 from tests.engine.ranks.test_tensor_parallel import held_against, rings
 from tests.engine.test_architectures import SITES as SITES_OF
+from tests.engine.test_architectures import site_errors, tolerance
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engine, in_this_process
+from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import family_model
 from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
+from tests.support.models.unlisted import UNLISTED
 
 pytestmark = [pytest.mark.soak,
               pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two ranks")]
@@ -78,6 +81,8 @@ def test_every_site_of_two_stages_is_that_of_one(reader: StoreReader, store: Sto
             chosen.append(steps_of_long_answers(engine))
         finally:
             engine.close()
+    info = reader.engine()
+    assert info is not None and not info.unproved and set(SITES_OF["qwen3"]) <= set(info.proved)
     assert len(own[1]) == 2 and (ON_GPU or sum(own[1]) == sum(own[0]))
     for one, two in zip(*found, strict=True):
         assert two.manifest.status == "complete" and (ON_GPU or one.tokens == two.tokens)
@@ -129,6 +134,31 @@ def bytes_of_its_layers(store: Store, one: Captured, two: Captured) -> None:
     for (_, site), nbytes in sums[0].items():
         shares = {"embed": (1, 0), "final_norm": (0, 1)}.get(site, tuple(layers / 4 for layers in LAYERS))
         assert [sums[1].get((part, site), 0) for part in (0, 1)] == [round(nbytes * share) for share in shares], site
+
+
+@pytest.mark.parametrize("family", ["granite", "gpt2", "deepseek_v2", "gpt_oss", "olmo2"])
+def test_a_model_in_no_table_on_two_stages(reader: StoreReader, store: Store, monkeypatch: pytest.MonkeyPatch,
+                                           family: str) -> None:
+    """Its sites are found by both stages together, also where the last has a single block, and proved on each."""
+    from vllm import LLM
+
+    monkeypatch.setenv("VLLM_TAP_ARM", ",".join(SITES_OF[family]))
+    monkeypatch.delenv("VLLM_TAP_PROBES")
+    folder, unlisted = family_model(family, DTYPE), UNLISTED[family]
+    with in_this_process(False):
+        llm = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
+                  max_num_batched_tokens=48, pipeline_parallel_size=2, **SHARED,
+                  **{"block_size": 32, **unlisted.engine})
+    engine = Engine(llm, reader, BlocksReference(folder, unlisted))
+    try:
+        captured = engine.run([tokens(length, seed=length) for length in LENGTHS],
+                              [{"max_tokens": 7, **GREEDY}] * len(LENGTHS), [{"codec": "raw"}] * len(LENGTHS))
+    finally:
+        engine.close()
+    info = reader.engine()
+    assert info is not None and info.sources == dict.fromkeys(SITES_OF[family], "structure") and not info.unproved
+    for one in captured:
+        assert max(site_errors(engine, one, family).values()) <= tolerance(family)
 
 
 @pytest.mark.parametrize("layer", [1, 3])

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from engine_side.discovery.discover import ROWS, Discovery, Shape
+from engine_side.discovery.discover import ROWS, Crossing, Discovery, Shape
 from engine_side.discovery.identities import ROUNDINGS
+from engine_side.discovery.joined import Part, joined
 from engine_side.discovery.nudge import Nudge
 from engine_side.discovery.parts import Roles
 from engine_side.tap.architectures import Family, every_point, find_points
+from engine_side.tap.stages import Stage
 from engine_side.tap.taps import Call, rule_of
 from schemas.errors import StartError
 
@@ -156,11 +160,11 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Embedding, blocks and a norm, put together as ``kind`` says."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.kind, self.embed, self.position = kind, nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(ROWS, WIDTH)
-        self.layers = nn.ModuleList(Block(kind, layer) for layer in range(LAYERS))
+        self.layers = nn.ModuleList(Block(kind, layer) for layer in range(layers))
         self.norm = Norm()
         if kind == "two lists":
             self.others = nn.ModuleList(Block(kind, layer) for layer in range(LAYERS))
@@ -194,6 +198,35 @@ class Model(nn.Module):
         return hidden if self.kind == "no norm" else self.norm(hidden)
 
 
+class Staged(Model):
+    """The blocks of one stage: it is handed tensors in the place of tokens, and hands on such."""
+
+    def __init__(self, kind: str, layers: int, stage: Stage) -> None:
+        super().__init__(kind, layers)
+        self.stage = stage
+        for layer in range(layers):
+            if not stage.has("resid_post", layer):
+                self.layers[layer] = nn.Identity()
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor,  # type: ignore[override]
+                handed: dict[str, torch.Tensor] | None = None) -> Any:
+        hidden, residual = (self.embed(input_ids), None) if handed is None else (handed["hidden"], handed["residual"])
+        for layer in range(self.stage.start, self.stage.stop):
+            if self.kind == "pair":
+                hidden, residual = self.layers[layer](positions, hidden, residual)
+            else:
+                hidden = self.layers[layer](positions, hidden)
+            if self.kind == "stale":
+                hidden, residual = hidden
+        if not self.stage.last:
+            if self.kind == "changed on its way":
+                hidden = 1.1 * hidden
+            return {"hidden": hidden, "residual": torch.zeros(()) if residual is None else residual}
+        if self.kind == "no norm":
+            return hidden
+        return self.norm(hidden, residual)[0] if self.kind == "pair" else self.norm(hidden)
+
+
 ROLES = Roles(lambda module: isinstance(module, Kernel), lambda module: isinstance(module, nn.Linear))
 
 
@@ -203,7 +236,28 @@ def find(model: Model, factors: tuple[float, ...] = (0.22, 6.0)) -> Family:
     with torch.inference_mode():
         with search.recorded(lambda rows: rows.copy_(torch.randn(rows.shape, generator=noise))) as outside:
             model(IDS, torch.arange(ROWS))
-        return search.found(outside)
+        return joined([search.found(outside)])
+
+
+def found_on(kind: str, stages: Sequence[Stage], layers: int) -> list[Part]:
+    """What each stage finds of a model, with noise in the place of what it is handed."""
+    parts = []
+    for stage in stages:
+        noise, model = torch.Generator().manual_seed(2), Staged(kind, layers, stage)
+        search = Discovery(model, Shape(layers, WIDTH, torch.float32, (0.22, 6.0), stage=stage), IDS, ROLES)
+        came = {} if stage.first else {name: torch.randn(ROWS, WIDTH, generator=noise)
+                                       for name in ("hidden", "residual")}
+        with torch.inference_mode():
+            with search.recorded(lambda rows, noise=noise: rows.copy_(  # type: ignore[misc]
+                    torch.randn(rows.shape, generator=noise))) as outside:
+                left = model(IDS, torch.arange(ROWS), {name: rows.clone() for name, rows in came.items()} or None)
+            parts.append(search.found(outside, Crossing(came, {} if stage.last else left)))
+    return parts
+
+
+def stages_of(*starts: int) -> list[Stage]:
+    """Stages that begin at such blocks; the last number is how many blocks there are."""
+    return [Stage(number, len(starts) - 1, start, stop) for number, (start, stop) in enumerate(pairwise(starts))]
 
 
 HEADS = {"q", "k", "v", "q_rot", "k_rot", "z"}
@@ -385,3 +439,41 @@ def test_the_stream_moves_with_what_is_added_to_it(kind: str) -> None:
 @pytest.mark.parametrize(("kind", "site"), [("copy", "resid_mid.0"), ("copied stream", "resid_pre.1")])
 def test_a_model_that_goes_on_with_a_copy_is_seen(kind: str, site: str) -> None:
     assert nudged(kind)[0].startswith(f"{site} differs by")
+
+
+@pytest.mark.parametrize("starts", [(0, 2, 4), (0, 3, 4), (0, 2, 3, 5)])  # a stage of one block, in the middle too
+@pytest.mark.parametrize("kind", ["pair", "single", "stale", "sandwich", "post-norm", "parallel", "granite", "writes",
+                                  "two", "tiny"])
+def test_stages_find_together_what_one_process_finds(kind: str, starts: tuple[int, ...]) -> None:
+    layers = starts[-1]
+    whole = joined(found_on(kind, [Stage(0, 1, 0, layers)], layers))
+    family = joined(found_on(kind, stages_of(*starts), layers))
+    assert family.found == whole.found and family.names == whole.names and family.sums == whole.sums
+    assert dict(family.refused) == dict(whole.refused) and family.embedded == whole.embedded
+    places = [sorted((one.site, one.layer) for one in each.proofs) for each in (family, whole)]
+    assert places[0] == places[1]
+    assert {proof.layer for proof in family.proofs if proof.identity.endswith("the stage before hands on")} == \
+        set(starts[1:-1])
+
+
+@pytest.mark.parametrize(("kind", "starts", "why"), [
+    ("single", (0, 1, 3), "with a single block.*VLLM_PP_LAYER_PARTITION"),
+    ("changed on its way", (0, 2, 4), "the stage hands on no tensor, nor sum of two, that its last block returns: the "
+                                      "nearest, tensor hidden, differs by 1.0e-01"),
+    ("no norm", (0, 2, 4), "no norm after the last block"),
+])
+def test_stages_that_do_not_tell_are_refused(kind: str, starts: tuple[int, ...], why: str) -> None:
+    with pytest.raises(StartError, match=f"the search for its sites failed: .*{why}"):
+        joined(found_on(kind, stages_of(*starts), starts[-1]))
+
+
+def test_stages_that_do_not_fit_are_refused() -> None:
+    """What each finds by itself is right: parts of other models, and of the same in another order."""
+    stages = stages_of(0, 2, 4)
+    pair, single, two = (found_on(kind, stages, 4) for kind in ("pair", "single", "two"))
+    with pytest.raises(StartError, match="blocks of stages 0 and 1 of the pipeline carry the stream differently"):
+        joined([pair[0], single[1]])
+    with pytest.raises(StartError, match=r"leaves as tensor hidden and arrives as tensors hidden . residual"):
+        joined([single[0], replace(single[1], came="tensors hidden + residual")])
+    with pytest.raises(StartError, match="blocks 0 and 2 have the same modules, and differ in mlp_out"):
+        joined([single[0], replace(two[1], stream=single[1].stream)])

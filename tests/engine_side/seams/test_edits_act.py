@@ -230,18 +230,6 @@ def test_steps_whose_rows_ranks_share_out_are_refused(chosen: str, refused: bool
                                               compilation_config=SimpleNamespace(pass_config=passes)))
 
 
-@pytest.mark.parametrize(("device", "ranks", "refused"), [("cuda", 2, True), ("cuda", 1, False), ("cpu", 2, False)])
-def test_chosen_experts_are_refused_on_several_gpus(device: str, ranks: int, refused: bool) -> None:
-    plan: Any = SimpleNamespace(touched=["experts", "attn_out_raw"], asked={}, probes={}, family=object(),
-                                config=SimpleNamespace(edit=()))
-    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=ranks, use_ubatching=False,
-                               data_parallel_size=1)
-    with pytest.raises(StartError, match="experts: on 2 GPUs") if refused else nullcontext():
-        _check_parallel(plan, SimpleNamespace(cache_config=None, parallel_config=parallel, speculative_config=None,
-                                              device_config=SimpleNamespace(device_type=device),
-                                              compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
-
-
 @pytest.mark.parametrize("site", ["router_logits", "experts"])
 @pytest.mark.parametrize(("more", "said"), [
     ({"data_parallel_size": 2}, "data_parallel_size=2: .* sites than {site}, or set data_parallel_size to 1"),
