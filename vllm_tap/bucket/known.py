@@ -25,14 +25,17 @@ TAKE_OVER: Final = ("push from the folder that pushed last; or, where this one i
                     "then on")
 
 
-class KnownHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A head that this folder wrote, or was about to write: its answer may have been lost."""
+class KnownHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A head that this folder wrote, or was about to write: its answer may have been lost. ``catalog``: the database
+    that got its catalog, without user, password and options; "" where none did.
+    """
 
     url: str
     push: str
     parent: str | None
     generation: int
     begun_ms: int
+    catalog: str = ""
 
 
 _Change = Callable[[list[KnownHead]], list[KnownHead]]
@@ -78,10 +81,20 @@ class KnownHeads:
             + ("it has pushed nothing there" if last is None else f"the last it knows is generation {last}")
             + "): the folder was put back to an earlier state, or a copy of it pushes there too", TAKE_OVER)
 
+    def catalog(self) -> str:
+        """The database that has the catalog of this URL's last head; "" where none has."""
+        return next((one.catalog for one in reversed(self.read()) if one.url == self._url), "")
+
+    def cataloged(self, place: str) -> None:
+        """Remember where the catalog of this URL's heads is."""
+        self._change(lambda known: [msgspec.structs.replace(one, catalog=place) if one.url == self._url else one
+                                    for one in known])
+
     def begin(self, head: Head) -> None:
         """Remember, durably, a head that is about to be written."""
+        catalog = self.catalog()
         self._change(lambda known: [*known, KnownHead(self._url, head.push, head.parent, head.generation,
-                                                      time.time_ns() // 1_000_000)])
+                                                      time.time_ns() // 1_000_000, catalog)])
 
     def settle(self, head: Head) -> None:
         """Forget those of this URL that cannot become its head any more, now that ``head`` is: only heads that follow

@@ -121,12 +121,14 @@ class _Push:
 
 
 def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: bool = False,
-         take_over: bool = False, local_bytes: int | None = None, catalog: str | None = None) -> Pushed:
+         take_over: bool = False, local_bytes: int | None = None, catalog: str | None = None,
+         without_catalog: bool = False) -> Pushed:
     """Bring what is sealed of a store to the bucket at ``url``; ``tell`` is told bytes. ``verify``: rows of all blocks
     are read back, as the snapshot and indexes of new ones always are. What was lost there is sent again. ``take_over``:
     go on from a head that this folder did not push; that stays whole below ``retired/``. ``local_bytes``: once the
     head is there, rows that it has leave the disk until they take no more of it. ``catalog``: the URL of a Postgres
     database that gets the catalog too, for readers; CatalogError where it does not: the bucket may have the push then.
+    A push that names none is refused if the folder's last push did, but ``without_catalog``.
 
     FencedError where the head is of a later state of the store, or of another folder; OutrunError where another push
     was first; TapError where the service ignores conditions or the bucket holds something else; StoreError where rows
@@ -141,6 +143,10 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
     try:
         known.touch()
         seen = _look(objects, uuid)
+        if catalog is None and not without_catalog and (place := known.catalog()):
+            raise TapError(f"push to {objects.url}: its catalog is at {place} too, and would fall behind: readers that "
+                           "use it would wait, and then end. Name it with --catalog, or push with --no-catalog if "
+                           "nobody uses it")
         if (postgres := None if catalog is None else PostgresCatalog(catalog, uuid.hex(), objects)) is not None:
             postgres.check()
         takes_over = take_over and seen.head is not None
@@ -157,6 +163,8 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
             used = {number: going.done[number] for number in read_blocks(snapshot)}
             made, changed = _commit(going, snapshot)
             brought = None if postgres is None else _bring_catalog(postgres, made, snapshot, seen.head)
+            if not isinstance(brought, CatalogError):
+                known.cataloged("" if brought is None else brought.place)
             retired = made.parent if takes_over else None
             is_ended = changed and made.epoch == made.erased_epoch  # then what this push sent may have to go too
             erased = erase(objects, made, snapshot, objects.sizes() if is_ended else seen.there, retired)

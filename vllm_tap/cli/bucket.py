@@ -44,6 +44,9 @@ def push(
     catalog: Annotated[str | None, typer.Option(
         "--catalog", metavar="URL", help="Bring the catalog to this Postgres database too, "
                                          "postgresql://USER@HOST/DATABASE.")] = None,
+    no_catalog: Annotated[bool, typer.Option(
+        "--no-catalog", help="Push without the database that an earlier push named; its readers see the old "
+                             "state.")] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Bring what is sealed of a store to a bucket, for open_store(URL); rows of deleted captures leave it."""
@@ -57,11 +60,14 @@ def push(
     *folders, url = places
     if len(folders) > 1 or "://" not in url:
         raise TapError(f"push {' '.join(places)}: name a store and a URL: vllm-tap push captures s3://BUCKET/PREFIX")
+    if no_catalog and catalog is not None:
+        raise TapError("push: --catalog and --no-catalog exclude each other; leave one out")
     store = Path(folders[0]) if folders else store
     with progress_bar("pushing") as bar:
         task = bar.add_task("")
         done = run(store, url, lambda done, total: bar.update(task, completed=done, total=total), verify,
-                   take_over, None if local_bytes is None else parse_size(local_bytes, "--local-bytes"), catalog)
+                   take_over, None if local_bytes is None else parse_size(local_bytes, "--local-bytes"), catalog,
+                   no_catalog)
     if json:
         print_json(asdict(done))
     else:

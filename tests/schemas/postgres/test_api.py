@@ -62,7 +62,7 @@ def test_what_is_pushed_two_services_show(sample: Sample, store: Path, tmp_path:
             assert client.get("/v1/captures").status_code == 200
             assert until(lambda client=client: client.get("/readyz").status_code == 200)
         grow(store)
-        push(store, url)  # without the catalog: told, and served as it was
+        push(store, url, without_catalog=True)  # told, and served as it was
         for client in (one, other):
             assert until(lambda client=client: "is generation 4" in client.get("/readyz").text)
         assert one.get(at).status_code == 200

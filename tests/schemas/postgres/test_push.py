@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from schemas.bucket.reader import BucketReader
-from schemas.errors import BucketError, CatalogError
+from schemas.errors import BucketError, CatalogError, TapError
 from schemas.objects.objects import Objects
+from schemas.postgres.connection import CatalogUrl
 from schemas.postgres.layout import schema_of
 from schemas.read.captures import read_store_uuid
 from schemas.read.reader import StoreReader
@@ -76,9 +77,13 @@ def test_pushes_that_left_it_out_are_caught_up_by_what_is_there(sample: Sample, 
                                                                catalog: str) -> None:
     url = (tmp_path / "bucket").as_uri()
     brought(store, url, catalog)
-    for _ in range(2):
-        grow(store)
+    grow(store)
+    forgotten = f"its catalog is at {CatalogUrl(catalog)} too, .* with --catalog, or push with --no-catalog"
+    with pytest.raises(TapError, match=forgotten):
         push(store, url)
+    push(store, url, without_catalog=True)
+    grow(store)
+    push(store, url)  # it was given up
     with pytest.raises(CatalogError, match=r"generation 1, and the head of file://.* is generation 3 \(.*try again "
                                            r"in a moment; else vllm-tap push STORE URL --catalog brings it"):
         BucketReader(url, tmp_path / "cache", catalog=catalog)
@@ -87,7 +92,9 @@ def test_pushes_that_left_it_out_are_caught_up_by_what_is_there(sample: Sample, 
     with BucketReader(url, tmp_path / "cache", catalog=catalog) as reader, StoreReader(store) as local:
         assert answers(reader) == answers(local)
         grow(store)
-        push(store, url)
+        with pytest.raises(TapError, match=forgotten):
+            push(store, url)
+        push(store, url, without_catalog=True)
         for path in sorted((tmp_path / "bucket" / "catalog").iterdir(), key=lambda path: path.stat().st_mtime_ns)[:-1]:
             path.unlink()  # as removing orphans does
         with pytest.raises(CatalogError, match="generation 4"):
