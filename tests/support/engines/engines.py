@@ -161,6 +161,13 @@ def model(family: str) -> Path:
     return tiny_model(family, dtype=DTYPE)
 
 
+_freeze = gc.freeze
+
+
+def _leave() -> None:
+    """Leave the heap as it is."""
+
+
 @contextmanager
 def in_this_process(yes: bool = True) -> Iterator[None]:
     """An ``LLM`` made here has its engine in this process, which takes 2 s; else in two of its own, each of which
@@ -173,9 +180,10 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
     # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     if yes:
-        # vLLM collects garbage several times while it starts: of all that is here already, half a second each. What an
-        # engine left was collected at its end.
-        gc.freeze()
+        # vLLM collects garbage several times as it starts and ends: of all that is here already, half a second each. So
+        # that stays out of sight (what an engine left was collected at its end), and the engine's own never goes.
+        _freeze()
+        gc.freeze = gc.unfreeze = _leave  # type: ignore[assignment]
     try:
         yield
     finally:
