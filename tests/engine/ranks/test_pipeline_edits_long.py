@@ -28,10 +28,11 @@ from tests.engine.ranks.test_pipeline_edits import (
     settings,
     staged,
 )
-from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine
+from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engine, in_this_process
 from tests.support.models.edited import vector
 from tests.support.models.families import family_model
 from tests.support.models.features import FEATURES, Feature, options, tokens
+from tests.support.models.reference import Reference
 from tests.support.processes import descendants, runs
 from tests.support.store_helpers import ROOT
 
@@ -128,3 +129,35 @@ def test_a_start_that_is_refused(edit: str, more: dict[str, Any], said: list[str
     assert run_.returncode != 0
     for words in said:
         assert words in run_.stdout + run_.stderr, (run_.stdout + run_.stderr)[-6000:]
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma2", "mixtral"])
+def test_one_stage_alone_edits(family: str, layer: int, settings: None, reader: StoreReader,
+                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other has no place to edit, whether it leads or not; streams of one tensor travel as others do."""
+    monkeypatch.setenv("VLLM_TAP_EDIT", f"resid_post.{layer}" if layer else "resid_pre.1,attn_out.0")
+    monkeypatch.setenv("VLLM_TAP_ARM", "resid_pre,resid_post,attn_out")
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,2")
+    engine = of_family(family, reader)
+    edits: list[Any] = [one(site="resid_post.2", op="add", by=None, vector="tone"), one(site="resid_post.2", by=0.5),
+                        None] if layer else [one(site="resid_pre.1", op="add", by=None, vector="tone"), [
+                            *one(site="attn_out.0", by=0.5), *one(site="resid_pre.1", by=2)], None]
+    try:
+        for captured, edit in zip(run(engine, [tokens(60 + number, seed=number) for number in range(3)], edits), edits,
+                                  strict=True):
+            check(engine, captured, edit)
+    finally:
+        engine.close()
+
+
+def of_family(family: str, reader: StoreReader) -> Engine:
+    """A model of another family on two stages."""
+    from vllm import LLM
+
+    folder = family_model(family, DTYPE)
+    with pytest.MonkeyPatch.context() as patch, in_this_process(False):
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        llm: Any = LLM(str(folder), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8, seed=0,
+                       block_size=32, max_num_batched_tokens=48, pipeline_parallel_size=2, **SHARED)
+    return Engine(llm, reader, Reference(folder))
