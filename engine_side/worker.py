@@ -102,7 +102,8 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
     layers = {**info.armed.sites, **{f"{PROBE}{name}": [about.layer] for name, about in info.armed.probes.items()}}
-    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part, layers=layers,
+    counted = info.edits.counted[seat.rank] if info.edits is not None and info.edits.counted else None
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part, layers=layers, counted=counted,
                         batches=seat.stages)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
     CURRENT = Worker(info, model, tapped.checks, staging, recorder, sender, editor, os.getpid())

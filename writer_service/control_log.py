@@ -220,6 +220,8 @@ def content_of(entry: LogEntry) -> str | None:
         case Finish(capture=capture, stop_reason=stop, output_token_ids=tokens, edits=edits) if (
                 tokens or stop is not None or edits):
             return capture
+        case PartFinish(capture=capture, edits=edits) if edits:
+            return capture
         case ClientFinish(capture=capture, stop_reason=stop, output_token_ids=tokens) if tokens or stop is not None:
             return capture
     return None

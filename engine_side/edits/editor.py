@@ -242,7 +242,8 @@ class Editor:
         each.there = True
         each.programs = {which: self._free_programs.pop() for which in each.combinations}
         for number, one in enumerate(each.edits.placed):
-            for width in dict.fromkeys(self.tables.widths[place] for place in one.places):
+            here = [place for place in one.places if place in self.tables.widths]  # others are another stage's
+            for width in dict.fromkeys(self.tables.widths[place] for place in here):
                 slots = each.slots.setdefault(width, [0] * len(each.edits.placed))
                 slots[number] = (-self._take_rows(width, each.edits.rows_each) if one.rows
                                  else self._free_slots[width].pop())

@@ -95,6 +95,8 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
         attending = set(layers.get("q_rot", ())) & set(layers.get("k_rot", ()))
         mine = attends_of(model, vllm_config, attending)
     attention = joined(each for told in of_stages(mine) for each in told)
+    if editable is not None:
+        editable = structs.replace(editable, counted=_counted(tapped.editor, vllm_config.parallel_config))
     info = structs.replace(_info(model, vllm_config, armed, plan, survey), edits=editable, attention=attention)
     with all_together():
         worker.start(config, info, model, tapped, tensor.seat_of(vllm_config.parallel_config))
@@ -177,6 +179,18 @@ def _check_edits(vllm_config: Any, config: EngineConfig, survey: Survey) -> Edit
             raise StartError(f"vllm-tap: VLLM_TAP_EDIT={','.join(config.edit)!r}: layers {lacking} have no {site}; "
                              f"name single layers that have it, such as {site}.{min(layers[site])}")
     return Editable(layers, config.edit_depth, [vector.name for vector in config.vectors], config.edit_rows)
+
+
+def _counted(editor: Editor | None, parallel: Any) -> list[dict[str, list[int]]]:
+    """Places by the rank that counts edits of them: the first of each stage, whose others edit alike; none where the
+    leader counts all.
+    """
+    mine: dict[str, list[int]] = {}
+    for site, layer in () if editor is None else editor.tables.slots:
+        mine.setdefault(site, []).append(layer)
+    stages = of_stages(mine)
+    others: list[dict[str, list[int]]] = [{}] * (parallel.tensor_parallel_size - 1)
+    return [] if len(stages) == 1 else [each for stage in stages for each in (stage, *others)]
 
 
 def _arm_edits(vllm_config: Any, config: EngineConfig, survey: Survey, device: torch.device
@@ -306,8 +320,12 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     start = f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}"
     if plan.config.edit:
-        raise StartError(f"{start}: edits are not tested on the stages of a pipeline; leave --edit (VLLM_TAP_EDIT) "
-                         "out, or run on one device")
+        if (ranks := parallel.tensor_parallel_size) > 1:
+            raise StartError(f"{start} with tensor_parallel_size={ranks}: edits are not tested on both together; set "
+                             "one of them to 1, or leave --edit (VLLM_TAP_EDIT) out")
+        if vllm_config.device_config.device_type != "cpu" or vllm_config.use_v2_model_runner:
+            raise StartError(f"{start}: edits on the stages of a pipeline are tested on a CPU with the first model "
+                             "runner only; leave --edit (VLLM_TAP_EDIT) out, or run on one device")
     if vllm_config.speculative_config is not None:
         raise StartError(f"{start}: rows of drafts are not tested on the stages of a pipeline; leave "
                          "speculative_config out, or run on one device")

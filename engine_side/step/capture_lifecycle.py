@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from engine_side.tap.shares import layers_sent
 from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import EditsCounted, Finished, Joined, Lost, Opened, PartFinished
 from engine_side.transport.shared_memory import Outbox
-from schemas.sites import BY_MODEL, ask_site
+from schemas.sites import BY_MODEL, ask_site, edited_place
 from schemas.spec import Resolved, parse_spec
 from schemas.wire.layout import LEADER, Part
 from schemas.wire.messages import TapCounters
@@ -40,7 +41,8 @@ class CaptureLifecycle:
     """Running captures and their requests; the sender is told of every begin, loss and end.
 
     ``part``: what this rank sends of them; None on an engine of one rank. ``layers``: those of each site that the
-    engine has, of which staging may have some.
+    engine has, of which staging may have some. ``counted``: places, layers by site, of which this rank tells what edits
+    did, where it does not lead.
     """
 
     to_host: DeviceToHost
@@ -48,6 +50,7 @@ class CaptureLifecycle:
     counters: TapCounters
     layers: Mapping[str, list[int]]
     part: Part | None = None
+    counted: Mapping[str, list[int]] = field(default_factory=dict)
     _ids: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _cached: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of requests with edits: positions read
     _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun here
@@ -68,10 +71,11 @@ class CaptureLifecycle:
             return ()
         capture = ticket.capture_of(request)
         resolved, taken, absent = self._held_against_model(ticket)
+        edits = ticket.edits if self._leads or self._counts(ticket.edits) else ""
         if self.part is not None:
             taken = msgspec.structs.replace(taken, layers={
                 site: layers_sent(self.part, site, layers) for site, layers in taken.layers.items()})
-            if not self._leads and not any(taken.layers.values()):
+            if not self._leads and not any(taken.layers.values()) and not edits:
                 self._refused.add(request)
                 return ()
         slot = self.captures.open(request, taken, len(prompt_token_ids))
@@ -79,13 +83,13 @@ class CaptureLifecycle:
         try:
             self.to_host.send_event(
                 Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached, now,
-                       ticket.adapter, ticket.edits)
-                if self._leads else Joined(slot, capture, taken.layers))
+                       ticket.adapter, edits)
+                if self._leads else Joined(slot, capture, taken.layers, len(prompt_token_ids), edits))
         except BaseException:  # what nobody heard of takes no rows
             self.captures.close(request)
             raise
         self._ids[request] = capture
-        if ticket.edits:
+        if edits:
             self._cached[request] = [(0, cached)]
         return self.captures.plan(slot)
 
@@ -125,23 +129,31 @@ class CaptureLifecycle:
         seen = int(self.captures.computed[slot])
         # The last sampled token is never forwarded; under async scheduling a step more may have run. A request that is
         # aborted while it is preempted counts 0 computed tokens although its rows were taken.
-        cached = self._cached.pop(end.request, [])
-        if not self._leads:
-            self.to_host.send_event(PartFinished(slot, self._ids.pop(end.request)))
-            return
-        if edited is not None:
-            numbers = edited.numbers
-            counted_edits = EditsCounted(self._ids[end.request], edited.places, edited.combinations, cached,
-                                         0 if numbers is None else numbers.numel())
-            if numbers is None:
-                self.to_host.send_event(counted_edits)
-            else:
-                self.to_host.enqueue_numbers(counted_edits, numbers)
-        last = total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen))
+        last = max(0, total - 1 if end.reason in ("stop", "length") else min(total, max(end.computed, seen)))
+        cached = self._cached.pop(end.request, None)
+        if edited is not None and cached is not None:
+            self._tell_counts(self._ids[end.request], edited, cached)
+        capture = self._ids.pop(end.request)
         self.to_host.send_event(Finished(
-            slot, self._ids.pop(end.request), end.reason, end.stop_reason, end.output_token_ids,
-            max(last, 0), int(self.captures.recomputed[slot]),
-        ))
+            slot, capture, end.reason, end.stop_reason, end.output_token_ids, last, int(self.captures.recomputed[slot]),
+        ) if self._leads else PartFinished(slot, capture, last))
+
+    def _tell_counts(self, capture: str, edited: Edited, cached: list[tuple[int, int]]) -> None:
+        """Tell how often edits of a capture were made, as the device has counted it."""
+        numbers = edited.numbers
+        event = EditsCounted(capture, edited.places, edited.combinations, cached,
+                             0 if numbers is None else numbers.numel())
+        if numbers is None:
+            self.to_host.send_event(event)
+        else:
+            self.to_host.enqueue_numbers(event, numbers)
+
+    def _counts(self, told: str) -> bool:
+        """Whether edits (as ``Edits.told``) are made at any place that this rank counts."""
+        if not (told and self.counted):
+            return False
+        places = (edited_place(edit["site"], layer) for edit in json.loads(told) for layer in edit.get("layers", ()))
+        return any(layer in self.counted.get(site, ()) for site, layer in places)
 
     @property
     def _leads(self) -> bool:

@@ -67,10 +67,11 @@ class Recorder:
     computed_before_step: I64 | None = None  # of the step that is being looked at, where it has drafts
     part: InitVar[Part | None] = None  # what this rank sends; None on an engine of one rank
     layers: InitVar[Mapping[str, list[int]] | None] = None  # of each site that the engine has; None: as staging has
+    counted: InitVar[Mapping[str, list[int]] | None] = None  # see CaptureLifecycle
     batches: InitVar[int] = 1  # under way at once, of different requests: the stages of a pipeline
 
     def __post_init__(self, dtype: str, on_full: str, part: Part | None, layers: Mapping[str, list[int]] | None,
-                      batches: int) -> None:
+                      counted: Mapping[str, list[int]] | None, batches: int) -> None:
         scratch, capacity = self.to_host.scratch, self.to_host.ring.capacity
         block_bytes_max = capacity // 4 if scratch is None else min(capacity // 8, scratch.capacity // 4)
         self.layouts = Layouts(self.staging, dtype, self.captures, block_bytes_max, scratch is not None)
@@ -78,7 +79,7 @@ class Recorder:
         self.bursts = Bursts(self.to_host, on_full, self.counters, self.captures, self.layouts, self.schedule, batches)
         if layers is None:
             layers = {site: self.staging.layers_of(site) for site in (*self.staging.layers, *self.staging.probes)}
-        self.lifecycle = CaptureLifecycle(self.to_host, self.captures, self.counters, layers, part)
+        self.lifecycle = CaptureLifecycle(self.to_host, self.captures, self.counters, layers, part, counted or {})
 
     @property
     def outbox(self) -> Outbox | deque[Event]:

@@ -23,19 +23,36 @@ class ToldEdits:
     """Edits of a capture as they are told (``Edits.told``), with what the device has counted of them, once it has.
 
     ``numbers`` int32: [places + 1, combinations] of rows that were edited at each place, last those that should have
-    been, and after them where its condition changed.
+    been, and after them where its condition changed. ``here``: places that this rank counts; None: all that there are.
     """
 
     told: str
     prompt_len: int
     counted: EditsCounted | None = None
     numbers: npt.NDArray[np.int32] | None = None
+    here: frozenset[tuple[str, int]] | None = None
 
     def with_counts(self, end: int) -> str:
         """What is told with ``rows`` of every edit, by layers with equal numbers; ``end``: positions that there are.
 
-        *cached* are those that were read from the prefix cache, where an equal request had left them edited.
+        *cached* are those that were read from the prefix cache, where an equal request had left them edited. What other
+        ranks count is not counted.
         """
+        return json.dumps(self._counted(end))
+
+    def of_this_rank(self, end: int) -> str:
+        """The same on a rank that does not lead: of each edit the ``rows`` of layers that are counted here alone."""
+        found: list[list[dict[str, Any]]] = []
+        for edit in self._counted(end):
+            layers = {layer for layer in edit.get("layers", ()) if self._is_here(edit["site"], layer)}
+            found.append([{**group, "layers": mine} for group in edit.get("rows", ())
+                          if (mine := [layer for layer in group["layers"] if layer in layers])])
+        return json.dumps(found)
+
+    def _is_here(self, site: str, layer: int) -> bool:
+        return self.here is None or edited_place(site, layer) in self.here
+
+    def _counted(self, end: int) -> list[dict[str, Any]]:
         edits: list[dict[str, Any]] = json.loads(self.told)
         cached = [] if self.counted is None else [(start, min(stop, end)) for start, stop in self.counted.cached]
         made, switches = self._read()
@@ -53,16 +70,17 @@ class ToldEdits:
             if "when" in edit:
                 spans = _both(spans, _turns(switches))
             expected, read = _overlap(spans, [(0, end)]), _overlap(spans, cached)
-            groups: dict[int, list[int]] = {}
+            groups: dict[tuple[int, bool], list[int]] = {}
             for layer in edit["layers"]:
+                known = made is not None and self._is_here(edit["site"], layer)
                 applied = self._applied(made, number, edited_place(edit["site"], layer), expected - read)
-                groups.setdefault(applied, []).append(layer)
+                groups.setdefault((applied, known), []).append(layer)
             edit["rows"] = [{
                 "layers": layers, "expected": expected, "applied": applied, "cached": read,
                 "missing": (missing := expected - applied - read),
-                **({"reason": "not_counted" if made is None else "not_applied"} if missing else {}),
-            } for applied, layers in groups.items()]
-        return json.dumps(edits)
+                **({"reason": "not_applied" if known else "not_counted"} if missing else {}),
+            } for (applied, known), layers in groups.items()]
+        return edits
 
     def _read(self) -> tuple[npt.NDArray[np.int32] | None, list[int]]:
         """Counts by place, and the positions of its condition's switches in their order, −1 for those it has left."""

@@ -47,6 +47,8 @@ class Joined(msgspec.Struct, tag=True, array_like=True):
     slot: int
     capture: str
     layers: dict[str, list[int]]
+    prompt_len: int = 0
+    edits: str = ""  # as in Opened, where it counts any of them
 
 
 class Run(msgspec.Struct, tag=True, array_like=True):
@@ -121,6 +123,7 @@ class PartFinished(msgspec.Struct, tag=True, array_like=True):
 
     slot: int
     capture: str
+    end: int
 
 
 class Counted(msgspec.Struct, tag=True, array_like=True):

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 
 from engine_side.transport.edit_counts import ToldEdits
 from engine_side.transport.events import (
@@ -93,6 +94,7 @@ class Sender:
         self.frames = FrameBuilder(info, shared, self._regions, self._counters, rank, self._number)
         self._slots: dict[int, str] = {}  # the capture of each
         self._edits: dict[str, ToldEdits] = {}  # of each capture of which the end has not come
+        self._counted = _counted_by(info, rank)
         self._lost: dict[tuple[str, Entry, str], list[int]] = {}
         self._dropped = 0  # the number of the last Dropped for losses
         self._record_bytes = 0  # of the records that wait
@@ -168,6 +170,8 @@ class Sender:
                 case Joined():
                     self._slots[event.slot] = event.capture
                     self._layers[event.capture] = event.layers
+                    if event.edits:
+                        self._edits[event.capture] = ToldEdits(event.edits, event.prompt_len, here=self._counted)
                     self._number(Join(0, event.capture))
                 case Counted(counters=counters):
                     self._recorder_counters = counters
@@ -175,14 +179,16 @@ class Sender:
                     self._finish(event)
                 case PartFinished():
                     self._end_rows(event.slot, event.capture)
-                    self._number(PartFinish(0, event.capture))
+                    edits = self._edits.pop(event.capture, None)
+                    self._number(PartFinish(0, event.capture,
+                                            UNSET if edits is None else edits.of_this_rank(event.end)))
         return taken
 
     def _open(self, event: Opened) -> None:
         self._slots[event.slot] = event.capture
         self._layers[event.capture] = event.resolved.layers
         if event.edits:
-            self._edits[event.capture] = ToldEdits(event.edits, len(event.prompt_token_ids))
+            self._edits[event.capture] = ToldEdits(event.edits, len(event.prompt_token_ids), here=self._counted)
         self._number(Open(
             seq=0, capture=event.capture, request=event.request[:limits.alias_chars_max], asked=event.asked,
             resolved=event.resolved, prompt_len=len(event.prompt_token_ids),
@@ -360,3 +366,10 @@ class Sender:
             # What travels in messages may be under way for long, and a connection that lasts loses none of them: of a
             # new one the Welcome says where to go on.
             self.window.resend_after(_STALL_S)
+
+
+def _counted_by(info: EngineInfo, rank: int) -> frozenset[tuple[str, int]] | None:
+    """Places of which a rank counts what edits did; None where the leader counts all."""
+    if info.edits is None or not info.edits.counted:
+        return None
+    return frozenset((site, layer) for site, layers in info.edits.counted[rank].items() for layer in layers)

@@ -7,15 +7,18 @@ preemption, are never put together. Where a part lacks the step that another has
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from schemas.catalog.database import Database
+from schemas.catalog.part_edits import Counting, counting_of, put_together, ranks_of
 from schemas.catalog.records import Capture
 from schemas.manifest import Missing
 from schemas.spec import Resolved
@@ -31,22 +34,27 @@ Places = dict[tuple[str, int], tuple[Columns, ...]]
 class Parts:
     """Who sends what of a capture, and the ranks that have said all of it (``finished``) or never will (``lost``).
 
-    ``joined`` has all that began. The one that leads is told of by the capture itself.
+    ``joined`` has all that began. The one that leads is told of by the capture itself. ``counting``: who counts what
+    the engine's edits did; ``editing``, those that do of this capture's; ``edits``, what they have told, by rank.
     """
 
     places: Places = field(default_factory=dict)  # who has which columns of each (site, layer)
     joined: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
+    counting: Counting = field(default_factory=dict)
+    editing: frozenset[int] = frozenset()
+    edits: dict[int, str] = field(default_factory=dict)
 
     def columns(self, site: str, layer: int) -> tuple[Columns, ...]:
         """Who has which columns of a row; of what no rank has, such as a layer that is not armed, the leader tells."""
         return self.places.get((site, layer), WHOLE)
 
-    def needed(self, resolved: Resolved) -> set[int]:
-        """The ranks beside the leader that have something of what a capture asks for."""
-        if not self.places:
-            return set()
+    def needed(self, resolved: Resolved) -> frozenset[int]:
+        """The ranks beside the leader that have something of what a capture asks for, or count its edits."""
+        return self.editing | self._having(resolved) if self.places else self.editing
+
+    def _having(self, resolved: Resolved) -> set[int]:
         return {one.part for site, layers in resolved.layers.items() for layer in layers
                 for one in self.columns(site, layer)} - {LEADER}
 
@@ -79,6 +87,20 @@ class Parts:
         return "pending" if waits or capture.finish_seq is None else "dropped"
 
 
+    def uncounted(self, capture: Capture) -> bool:
+        """Whether a rank whose counts of edits are needed will not tell them any more."""
+        return any(self.ended(capture, rank) and not self.edits.get(rank) for rank in self.editing)
+
+    def edited(self, capture: Capture) -> list[dict[str, Any]]:
+        """The capture's edits as a manifest has them, with what every rank has told of them."""
+        def reason(rank: int) -> str:
+            rest = self.rest(capture, rank)
+            return "not_counted" if rest == "dropped" else rest
+
+        told: list[dict[str, Any]] = json.loads(capture.edits) if capture.edits else []
+        return put_together(told, self.counting, self.edits, reason)
+
+
 ALONE = Parts()
 
 
@@ -87,11 +109,14 @@ def load_parts(db: Database, capture: Capture) -> Parts:
     if not capture.group or capture.stream is None:
         return ALONE
     info = db.execute("SELECT info FROM engines WHERE stream = ?", (capture.stream,)).fetchone()
-    rows = db.execute("SELECT part, stream, finish_seq, lost FROM parts WHERE capture = ?", (capture.id,)).fetchall()
+    rows = db.execute("SELECT part, stream, finish_seq, lost, edits FROM parts WHERE capture = ?",
+                      (capture.id,)).fetchall()
+    counting = counting_of(info["info"]) if info else {}
     return Parts(
         _places(info["info"]) if info else {}, frozenset(row["part"] for row in rows if row["stream"]),
         frozenset(row["part"] for row in rows if row["finish_seq"] is not None),
-        frozenset(row["part"] for row in rows if row["finish_seq"] is None and row["lost"]))
+        frozenset(row["part"] for row in rows if row["finish_seq"] is None and row["lost"]),
+        counting, ranks_of(capture.edits, counting), {row["part"]: row["edits"] for row in rows if row["edits"]})
 
 
 class _Told(msgspec.Struct):

@@ -15,7 +15,7 @@ from typing import Final
 
 __all__ = ["CAPTURE_BYTES", "CATALOG_VERSION", "DDL", "EVERY_PART"]
 
-CATALOG_VERSION: Final = 12
+CATALOG_VERSION: Final = 13
 CAPTURE_BYTES: Final = 1024
 EVERY_PART: Final = -1  # in drops
 DDL: Final = f"""
@@ -57,7 +57,8 @@ CREATE INDEX captures_open ON captures (stream) WHERE finish_seq IS NULL;
 CREATE INDEX captures_in_parts ON captures (id) WHERE "group" <> '' AND status = 'running';
 CREATE TABLE parts (
     capture TEXT NOT NULL, part INTEGER NOT NULL, stream TEXT NOT NULL, epoch INTEGER NOT NULL,
-    open_seq INTEGER NOT NULL, finish_seq INTEGER, lost INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (capture, part)
+    open_seq INTEGER NOT NULL, finish_seq INTEGER, lost INTEGER NOT NULL DEFAULT 0, edits TEXT NOT NULL DEFAULT '',
+    PRIMARY KEY (capture, part)
 ) WITHOUT ROWID;
 CREATE INDEX parts_open ON parts (stream) WHERE finish_seq IS NULL;
 CREATE TABLE aliases (

@@ -87,7 +87,7 @@ class Coverage:
     """The rows of a capture by site; ``end`` is where expected positions end (exclusive), ``ranges`` ``[start, stop)``
     are those that are expected of every site and layer.
 
-    ``waits``: some rank's part of it may still come.
+    ``waits``: some rank's part of it may still come. ``uncounted``: some rank never told what edits did in its layers.
     """
 
     end: int
@@ -95,6 +95,7 @@ class Coverage:
     extents: dict[str, list[Extent]]
     waits: bool = False
     ranges: list[tuple[int, int]] = field(default_factory=list)
+    uncounted: bool = False
 
 
 def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], parts: Parts = ALONE) -> Coverage:
@@ -129,7 +130,7 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], pa
                 groups.append(_group(capture, members, kept[site], which, dropped, ranges, served,
                                      parts.rest(capture, one.part)))
             by_site[site].append(groups[0] if len(groups) == 1 else _joined(columns, groups, capture, parts))
-    return Coverage(expected_end, by_site, kept, parts.waits(resolved), ranges)
+    return Coverage(expected_end, by_site, kept, parts.waits(resolved), ranges, parts.uncounted(capture))
 
 
 Told = tuple[int, tuple[int, ...]]  # the part that tells something, and of which layers
@@ -297,6 +298,8 @@ def status_of_cover(capture: Capture, coverage: Coverage) -> str:
         return "incomplete" if capture.lost else "running"
     if coverage.waits:
         return "running"
+    if coverage.uncounted:
+        return "incomplete"
     resolved = msgspec.json.decode(capture.resolved, type=Resolved)
     allowed = {"prefix_cached"} if resolved.prefix_cache == "allow" else set()
     groups = (group for groups in coverage.sites.values() for group in groups)

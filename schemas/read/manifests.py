@@ -61,7 +61,7 @@ def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
         created_ms=capture.created_ms, engine={key: value for key, value in engine.items()
                                                if key not in ("layout", "proved")},
         adapter=capture.adapter,
-        edits=json.loads(capture.edits) if capture.edits else [],
+        edits=covered.parts.edited(capture),
         prompt_len=capture.prompt_len, total_len=capture.total_len,
         end=coverage.end if capture.end is None else capture.end,
         prompt_token_ids=np.frombuffer(capture.prompt_tokens, "<u4").tolist(),
@@ -76,7 +76,7 @@ def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
 def _parts(covered: CoveredCapture) -> list[manifests.PartInfo]:
     """How far each rank has come; none of an engine of one rank."""
     parts, capture = covered.parts, covered.capture
-    if not parts.places or covered.resolved is None:
+    if not (parts.places or parts.editing) or covered.resolved is None:
         return []
     leader = "finished" if capture.finish_seq is not None else "lost" if capture.lost else "running"
     states = {LEADER: leader, **{rank: parts.state(rank) for rank in sorted(parts.needed(covered.resolved))}}

@@ -25,13 +25,16 @@ from schemas.wire.layout import Part
 
 class Editable(msgspec.Struct, frozen=True):
     """What requests may have changed: layers by site, at most ``depth`` edits of one row, site and layer; ``vectors``:
-    names that they may use; ``rows``: that edits of requests at once may set rows to.
+    names that they may use; ``rows``: that edits of requests at once may set rows to. ``counted``: by rank the places,
+    layers by site (``schemas.sites.edited_place``), of which it counts what was done there; none where the leader
+    counts all.
     """
 
     layers: dict[str, list[int]]
     depth: int
     vectors: list[str]
     rows: int = 0
+    counted: list[dict[str, list[int]]] = []
 
 
 class Ring(msgspec.Struct, frozen=True):
@@ -255,10 +258,15 @@ class Join(msgspec.Struct, tag="join", forbid_unknown_fields=True):
 
 
 class PartFinish(msgspec.Struct, tag="part_finish", forbid_unknown_fields=True):
-    """Engine, a rank that does not lead: every frame with its rows of the capture has a smaller seq."""
+    """Engine, a rank that does not lead: every frame with its rows of the capture has a smaller seq.
+
+    ``edits``: JSON, for each edit of its Open what of Finish.edits has how often it was made, of the layers that this
+    rank counts; unset where there are none.
+    """
 
     seq: int
     capture: str
+    edits: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Dropped(msgspec.Struct, tag="dropped", forbid_unknown_fields=True):

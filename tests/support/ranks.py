@@ -60,8 +60,8 @@ class Rank(Sender):
     def join(self, capture: str) -> int:
         return self.send(Join(self.next(), capture))
 
-    def part_finish(self, capture: str) -> int:
-        return self.send(PartFinish(self.next(), capture))
+    def part_finish(self, capture: str, edits: str = "") -> int:
+        return self.send(PartFinish(self.next(), capture, edits or msgspec.UNSET))
 
     def drop(self, capture: str, site: str, start: int, stop: int, layers: Sequence[int], reason: str = "dropped"
              ) -> int:

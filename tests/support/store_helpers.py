@@ -343,6 +343,7 @@ class Sender:
         cached: int = 0,
         request: str = "r",
         created_ms: int | None = None,
+        edits: str = "",
     ) -> int:
         layers = layers or {SITE: [0, 1, 2, 3]}
         return self.send(
@@ -356,11 +357,12 @@ class Sender:
                 np.arange(prompt_len, dtype="<u4").tobytes(),
                 cached,
                 created_ms or time.time_ns() // 10**6,
+                edits=edits,
             )
         )
 
-    def finish(self, capture: str, end: int, output: int = 0, reason: str = "stop") -> int:
-        return self.send(Finish(self.next(), capture, reason, None, output_tokens(output), end))
+    def finish(self, capture: str, end: int, output: int = 0, reason: str = "stop", edits: str = "") -> int:
+        return self.send(Finish(self.next(), capture, reason, None, output_tokens(output), end, edits=edits))
 
     def dropped(self, capture: str, start: int, stop: int, layers: Sequence[int] = (0, 1, 2, 3)) -> int:
         return self.send(Dropped(self.next(), capture, SITE, list(layers), start, stop))

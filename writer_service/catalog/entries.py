@@ -56,8 +56,8 @@ def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
         case Join():
             return _join(db, entry, message)
         case PartFinish():
-            db.execute("UPDATE parts SET finish_seq = ?, lost = 0 WHERE capture = ? AND stream = ?",
-                       (message.seq, message.capture, entry.stream))
+            db.execute("UPDATE parts SET finish_seq = ?, lost = 0, edits = ? WHERE capture = ? AND stream = ?",
+                       (message.seq, message.edits or "", message.capture, entry.stream))
             return {message.capture}
         case Dropped():
             return _dropped(db, entry, message)
@@ -82,7 +82,7 @@ def apply_entry(db: sqlite3.Connection, entry: LogEntry) -> set[str]:
         case CapturesLost():
             return _lost(db, entry, message)
         case PartsLost():
-            db.executemany("INSERT OR IGNORE INTO parts SELECT id, ?, '', 0, 0, NULL, 1 FROM captures WHERE id = ? "
+            db.executemany("INSERT OR IGNORE INTO parts SELECT id, ?, '', 0, 0, NULL, 1, '' FROM captures WHERE id = ? "
                            "AND deleted = 0", [(part, message.capture) for part in message.parts])
             return {message.capture}
         case RanksLost():
@@ -168,7 +168,7 @@ def _join(db: sqlite3.Connection, entry: LogEntry, joined: Join) -> set[str]:
     db.execute(f'UPDATE captures SET "group" = ({_GROUP}) WHERE id = ? AND stream IS NULL', (entry.stream,
                                                                                              joined.capture))
     db.execute(
-        "INSERT INTO parts SELECT c.id, e.rank, e.stream, ?, ?, NULL, 0 FROM captures c, engines e WHERE c.id = ? "
+        "INSERT INTO parts SELECT c.id, e.rank, e.stream, ?, ?, NULL, 0, '' FROM captures c, engines e WHERE c.id = ? "
         "AND c.deleted = 0 AND e.stream = ? ON CONFLICT (capture, part) DO UPDATE SET stream = excluded.stream, "
         "epoch = excluded.epoch, open_seq = excluded.open_seq, lost = 0 WHERE stream = ''",
         (entry.epoch, joined.seq, joined.capture, entry.stream))

@@ -9,7 +9,7 @@ import msgspec
 
 from schemas.errors import StoreError
 from schemas.store.paths import journal_folder
-from schemas.wire.messages import ClientFinish, Finish, Open, Own
+from schemas.wire.messages import ClientFinish, Finish, Open, Own, PartFinish
 from writer_service import fs
 from writer_service.control_log import LogEntry, content_of, log_end, log_path, read_log, scrubbed_log, span_of
 
@@ -33,11 +33,13 @@ def _without(entry: LogEntry) -> LogEntry:
     message = entry.message
     match message:
         case Own():
-            left: Own | Open | Finish | ClientFinish = msgspec.structs.replace(message, tags={})
+            left: Own | Open | Finish | PartFinish | ClientFinish = msgspec.structs.replace(message, tags={})
         case Open():
             left = msgspec.structs.replace(message, asked="{}", prompt_token_ids=b"", adapter="", edits="")
         case Finish():
             left = msgspec.structs.replace(message, stop_reason=None, output_token_ids=b"", edits="")
+        case PartFinish():
+            left = msgspec.structs.replace(message, edits=msgspec.UNSET)
         case ClientFinish():
             left = msgspec.structs.replace(message, stop_reason=None, output_token_ids=b"")
         case _:

@@ -198,7 +198,7 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
     ({"kv_sharing_fast_prefill": True}, {}, "kv_sharing_fast_prefill: some layers .*; switch it off"),
     ({}, {"use_ubatching": True}, "dual-batch overlap .*; switch it off"),
     ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: each rank has only its share of z; probe or edit other"),
-    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: edits are not tested"),
+    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: edits on the stages of a pipeline are tested on"),
     ({}, {"data_parallel_size": 2}, "data_parallel_size=2: .* edits are not tested in such steps; leave --edit"),
     ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2: each rank has only its share"),
 ])
@@ -210,7 +210,8 @@ def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[st
 
     def start(cache: dict[str, Any], parallel: dict[str, Any]) -> None:
         _check_parallel(plan, SimpleNamespace(cache_config=SimpleNamespace(**cache), speculative_config=None,
-                                              parallel_config=SimpleNamespace(**{**plain, **parallel})))
+                                              parallel_config=SimpleNamespace(**{**plain, **parallel}),
+                                              device_config=SimpleNamespace(device_type="cuda")))
 
     start({}, {})
     with pytest.raises(StartError, match=said):
@@ -257,18 +258,25 @@ def test_what_a_router_says_is_refused_where_it_sees_other_rows(site: str, more:
     ({"speculative_config": SimpleNamespace(method="ngram")}, "rows of drafts .* leave speculative_config out"),
     ({"lora_config": object()}, "adapters .* leave enable_lora out"),
     ({"data_parallel_size": 2}, "with data_parallel_size=2: .* set one of them to 1"),
-    ({"edit": ("resid_post",)}, "edits .* leave --edit"),
+    ({"edit": ("resid_post",), "device_type": "cuda"}, "edits .* on a CPU .* leave --edit"),
+    ({"edit": ("resid_post",), "use_v2_model_runner": True}, "edits .* with the first model runner only; leave --edit"),
+    ({"edit": ("resid_post",), "tensor_parallel_size": 2},
+     "with tensor_parallel_size=2: edits are not tested on both together; set one of them to 1, or leave --edit"),
 ])
 def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[str, Any], said: str) -> None:
     def start(**more: Any) -> None:
         plan: Any = SimpleNamespace(touched=["q"], asked={}, probes={}, family=object(),
                                     config=SimpleNamespace(edit=more.get("edit", ())))
-        parallel = SimpleNamespace(pipeline_parallel_size=2, tensor_parallel_size=1, use_ubatching=False,
-                                   data_parallel_size=more.get("data_parallel_size", 1))
+        parallel = SimpleNamespace(
+            pipeline_parallel_size=2, tensor_parallel_size=more.get("tensor_parallel_size", 1), use_ubatching=False,
+            data_parallel_size=more.get("data_parallel_size", 1))
         _check_parallel(plan, SimpleNamespace(
             cache_config=None, parallel_config=parallel, speculative_config=more.get("speculative_config"),
-            lora_config=more.get("lora_config")))
+            lora_config=more.get("lora_config"), use_v2_model_runner=more.get("use_v2_model_runner", False),
+            device_config=SimpleNamespace(device_type=more.get("device_type", "cpu")),
+            compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
 
     start()
+    start(edit=("resid_post",))
     with pytest.raises(StartError, match=f"pipeline_parallel_size=2.* {said}"):
         start(**more)

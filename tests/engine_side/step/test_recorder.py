@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from engine_side.codecs import matrices
+from engine_side.edits.edited import Edited
 from engine_side.front.ticket import Ticket
 from engine_side.step.capture_lifecycle import End
 from engine_side.step.recorder import Recorder
@@ -20,6 +22,7 @@ from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import Counted, Joined, Lost, Opened, PartFinished, Run
 from engine_side.transport.ring import Ring
 from schemas.codecs import projection
+from schemas.edits.resolved import Edits
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
 from schemas.wire.layout import Part, Share
@@ -86,6 +89,36 @@ def test_a_rank_takes_its_share_and_says_so(rank: int, mine: list[int], said: tu
             assert event.capture == spec.id
     assert not recorder.captures.slot_of and recorder.counters.captures_refused == 0
     recorder.open("r", wanted, [1, 2], 0)  # of the same name again
+    ring.close()
+
+
+@pytest.mark.parametrize(("counted", "said"), [
+    ({"resid_post": [1]}, ["Joined", "EditsCounted", "PartFinished"]), ({"resid_post": [2]}, []), ({}, []),
+])
+@pytest.mark.parametrize("ran", [True, False])
+def test_a_rank_that_counts_edits_says_so_without_rows(counted: dict[str, list[int]], said: list[str], ran: bool
+                                                       ) -> None:
+    """What enters block 2 is what block 1 hands on."""
+    ring = Ring(4 << 20, pinned=False)
+    staging = Staging({"mlp_post": torch.zeros(len(HAS), 8, 16)}, {"mlp_post": HAS})
+    recorder = Recorder(staging, "float32", "drop", DeviceToHost(torch.device("cpu"), ring), part=Part(1, {}),
+                        counted=counted)
+    spec = parse_spec({"id": new_ulid(), "codec": "raw"})
+    told = json.dumps([{"op": "stop"}, {"site": "resid_pre", "layers": [2], "op": "scale", "by": 2}])
+    wanted = Ticket(str(spec.id), spec.to_json(), resolve(spec, ASKED), 0, 1, 1, edits=told)
+    if ran:
+        recorder.open("r", wanted, [1, 2], 0)
+        recorder.after_step(step(0, 2, 0))
+    made = Edited(Edits([], {}, told), [0], [()], [0], [()])
+    recorder.finish(End("r", wanted, "length", None, [1, 2], [3], 2), made)
+    events = list(recorder.outbox)
+    assert [type(event).__name__ for event in events] == said
+    for event in events:
+        if isinstance(event, Joined):
+            assert (event.prompt_len, event.edits) == (2, told)
+        elif isinstance(event, PartFinished):
+            assert event.end == 2
+    assert not recorder.captures.slot_of
     ring.close()
 
 

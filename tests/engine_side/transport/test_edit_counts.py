@@ -60,3 +60,24 @@ def test_a_condition_that_has_used_its_switches_says_so(left: int, used_up: dict
 def test_a_request_that_never_ran_has_no_rows_to_edit() -> None:
     assert counted(None, [], end=0) == [[(0, 0, 0)] * 2, [(0, 0, 0)]]
     assert json.loads(ToldEdits(json.dumps(TOLD), 10).with_counts(0))[1]["rows"][0]["expected"] == 0
+
+
+def test_each_stage_tells_of_its_own_layers() -> None:
+    """What blocks 0 and 2 hand on is of two stages, z of the second; what the other counts is not counted here."""
+    told = [{"site": "resid_pre", "layers": [1, 3], "op": "scale"}, {"op": "stop", "when": {"probe": "p", "above": 1}},
+            {"site": "z", "layers": [1], "op": "scale"}]
+    whole = {"expected": 14, "applied": 14, "cached": 0, "missing": 0}
+    numbers = np.array([[14], [14]], np.int32).ravel()
+    first = ToldEdits(json.dumps(told), 10, EditsCounted("c", [("resid_post", 0)], [(0, 1)], []), numbers,
+                      frozenset({("resid_post", 0)}))
+    edits = json.loads(first.with_counts(14))
+    none = {"expected": 14, "applied": 0, "cached": 0, "missing": 14, "reason": "not_counted"}
+    assert edits[0]["rows"] == [{"layers": [1], **whole}, {"layers": [3], **none}] and "rows" not in edits[1]
+    assert edits[2]["rows"] == [{"layers": [1], **none}]
+    second = ToldEdits(json.dumps(told), 10, EditsCounted("c", [("resid_post", 2), ("z", 1)], [(0, 1)], []),
+                       np.array([[13], [14], [14]], np.int32).ravel(), frozenset({("resid_post", 2), ("z", 1)}))
+    assert json.loads(second.of_this_rank(14)) == [
+        [{"layers": [3], **whole, "applied": 13, "missing": 1, "reason": "not_applied"}], [],
+        [{"layers": [1], **whole}]]
+    lost = ToldEdits(json.dumps(told), 10, here=frozenset({("z", 1)}))  # its ring was full
+    assert json.loads(lost.of_this_rank(14)) == [[], [], [{"layers": [1], **none}]]
