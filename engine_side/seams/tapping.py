@@ -319,13 +319,9 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
     """StartError for what has not been shown to be right on the stages of a pipeline."""
     parallel = vllm_config.parallel_config
     start = f"vllm-tap: pipeline_parallel_size={parallel.pipeline_parallel_size}"
-    if plan.config.edit:
-        if (ranks := parallel.tensor_parallel_size) > 1:
-            raise StartError(f"{start} with tensor_parallel_size={ranks}: edits are not tested on both together; set "
-                             "one of them to 1, or leave --edit (VLLM_TAP_EDIT) out")
-        if vllm_config.device_config.device_type != "cpu" or vllm_config.use_v2_model_runner:
-            raise StartError(f"{start}: edits on the stages of a pipeline are tested on a CPU with the first model "
-                             "runner only; leave --edit (VLLM_TAP_EDIT) out, or run on one device")
+    if plan.config.edit and (ranks := parallel.tensor_parallel_size) > 1:
+        raise StartError(f"{start} with tensor_parallel_size={ranks}: edits are not tested on both together; set "
+                         "one of them to 1, or leave --edit (VLLM_TAP_EDIT) out")
     if vllm_config.speculative_config is not None:
         raise StartError(f"{start}: rows of drafts are not tested on the stages of a pipeline; leave "
                          "speculative_config out, or run on one device")

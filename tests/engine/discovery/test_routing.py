@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import in_this_process, refused_start
+from tests.support.engines.engines import SHARED, in_this_process, refused_start
 from tests.support.models.families import family_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: make bench-gpu on one")
@@ -31,7 +31,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, inductor: dict[str, bool], arm: str 
         else:
             patch.setenv("VLLM_TAP_ARM", arm)
         llm = LLM(str(family_model("mixtral", "bfloat16")), dtype="bfloat16", skip_tokenizer_init=True,
-                  max_model_len=256, max_num_seqs=8, seed=0, gpu_memory_utilization=0.3,
+                  max_model_len=256, max_num_seqs=8, seed=0, **SHARED,
                   compilation_config={"inductor_compile_config": dict(inductor)})
         try:
             yield llm
@@ -42,9 +42,10 @@ def engine(monkeypatch: pytest.MonkeyPatch, inductor: dict[str, bool], arm: str 
 def generated(llm: Any) -> list[list[int]]:
     from vllm import SamplingParams, TokensPrompt
 
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=prompt) for prompt in PROMPTS],
-                           SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True))
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    chosen = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    # One by one: what a router misreads are the rows of whoever is in the batch.
+    return [list(llm.generate(TokensPrompt(prompt_token_ids=prompt), chosen)[0].outputs[0].token_ids)
+            for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("arm", ["experts", "router_logits"])

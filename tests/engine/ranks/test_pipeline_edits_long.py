@@ -122,7 +122,7 @@ if __name__ == "__main__":
 ], ids=["no effect", "no such layer", "four ranks"])
 def test_a_start_that_is_refused(edit: str, more: dict[str, Any], said: list[str]) -> None:
     """By the stage that cannot, on both."""
-    script = STARTS.format(model=str(family_model("qwen3, two K/V heads", DTYPE)), dtype=DTYPE, more=more)
+    script = STARTS.format(model=str(family_model("qwen3, two K/V heads", DTYPE)), dtype=DTYPE, more={**SHARED, **more})
     run_ = subprocess.run([sys.executable, "-c", script], cwd=ROOT, text=True, capture_output=True, timeout=300,
                           env=os.environ | {"VLLM_TAP_EDIT": edit, "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                                             "VLLM_PP_LAYER_PARTITION": "2,2"})

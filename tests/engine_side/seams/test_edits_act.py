@@ -258,8 +258,6 @@ def test_what_a_router_says_is_refused_where_it_sees_other_rows(site: str, more:
     ({"speculative_config": SimpleNamespace(method="ngram")}, "rows of drafts .* leave speculative_config out"),
     ({"lora_config": object()}, "adapters .* leave enable_lora out"),
     ({"data_parallel_size": 2}, "with data_parallel_size=2: .* set one of them to 1"),
-    ({"edit": ("resid_post",), "device_type": "cuda"}, "edits .* on a CPU .* leave --edit"),
-    ({"edit": ("resid_post",), "use_v2_model_runner": True}, "edits .* with the first model runner only; leave --edit"),
     ({"edit": ("resid_post",), "tensor_parallel_size": 2},
      "with tensor_parallel_size=2: edits are not tested on both together; set one of them to 1, or leave --edit"),
 ])
@@ -272,9 +270,7 @@ def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[st
             data_parallel_size=more.get("data_parallel_size", 1))
         _check_parallel(plan, SimpleNamespace(
             cache_config=None, parallel_config=parallel, speculative_config=more.get("speculative_config"),
-            lora_config=more.get("lora_config"), use_v2_model_runner=more.get("use_v2_model_runner", False),
-            device_config=SimpleNamespace(device_type=more.get("device_type", "cpu")),
-            compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
+            lora_config=more.get("lora_config"), compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
 
     start()
     start(edit=("resid_post",))
