@@ -198,7 +198,6 @@ def test_a_quantized_layer_is_given_rows_not_codes() -> None:
     ({"kv_sharing_fast_prefill": True}, {}, "kv_sharing_fast_prefill: some layers .*; switch it off"),
     ({}, {"use_ubatching": True}, "dual-batch overlap .*; switch it off"),
     ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: each rank has only its share of z; probe or edit other"),
-    ({}, {"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: edits on the stages of a pipeline are tested on"),
     ({}, {"data_parallel_size": 2}, "data_parallel_size=2: .* edits are not tested in such steps; leave --edit"),
     ({}, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size=2: each rank has only its share"),
 ])
