@@ -137,9 +137,8 @@ def test_what_the_page_says_holds_for_what_stands_beside_it() -> None:
         for part in PARTS:
             snapshot, forward = lines(found, name, f"snapshot/{part}"), lines(found, name, f"in-forward/{part}")
             assert all(forward[codec] > snapshot[codec] for codec in forward if codec != "shuffled")
-            for each in (snapshot, forward):
-                assert each["kv8"] < each["kv8-pooled"] and each["kv4"] < each["kv4-pooled"]
-        assert pilot["pooled"]["kv4"]["low"] > 0 and (pilot["pooled"]["kv8"]["low"] > 0) == (name == "planted")
+            assert all(each["kv4"] < each["kv4-pooled"] for each in (snapshot, forward))
+        assert all(pilot["pooled"][codec]["low"] > 0 for codec in ("kv8", "kv4"))
         assert np.isclose(sum(one["kl"]["value"] for one in pilot["terms"] if one["codec"] == "kv4"), 3 * lines(
             found, name, "in-forward/kv")["kv4"])
         terms = {(one["codec"], one["name"]): one["kl"]["value"] for one in pilot["terms"]}
@@ -147,15 +146,15 @@ def test_what_the_page_says_holds_for_what_stands_beside_it() -> None:
             total = terms[codec, "in-forward"]
             assert abs(terms[codec, "+ compounding: in-forward, beyond direct"]) < total / 4
             assert abs(terms[codec, "+ what the two make together"]) < total / 4
-            assert 2.4 < total / terms[codec, "= snapshot"] < 11
+            assert 3.3 < total / terms[codec, "= snapshot"] < 10.1
             assert terms[codec, "+ direct, beyond the snapshot"] > 0.55 * total
             assert codec in ("k8v4",) or terms[codec, "= keys alone"] > terms[codec, "+ values alone"]
         fp8 = next(one for one in pilot["lines"] if one["site"] == "in-forward/kv" and one["name"] == "fp8")
         assert fp8["kl"]["low"] > pilot["bar"] and fp8["perplexity"]["low"] < 0 < fp8["perplexity"]["high"]
-    falls = {(name, one["name"]): one["verdict"]["word"] for name, pilot in found.items() for one in pilot["lines"]
-             if one["site"] == "in-forward/kv" and one["perplexity"]["high"] < 0}
-    assert falls == {("plain", "kv8-pooled"): "within"}
     plain, planted = (lines(found, name, "in-forward/kv") for name in ("plain", "planted"))
     assert planted["fp8"] == pytest.approx(plain["fp8"], rel=1e-3) and planted["fp8"] < planted["kv8"]
     assert planted["kv8"] > 20 * plain["kv8"]
+    for each in (plain, planted):  # principal components cost least at equal bits, by far
+        assert each["pca4"] < 0.25 * min(each["kv4"], each["kv4-pooled"], each["nf4"], each["rot4"])
+        assert each["pca2"] < 0.25 * each["rot2"]
     assert planted["kv4"] / plain["kv4"] > 2 * planted["rot4"] / plain["rot4"]  # a rotation spreads a massive column
