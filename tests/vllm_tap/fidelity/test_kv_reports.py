@@ -157,4 +157,6 @@ def test_what_the_page_says_holds_for_what_stands_beside_it() -> None:
     for each in (plain, planted):  # principal components cost least at equal bits, by far
         assert each["pca4"] < 0.25 * min(each["kv4"], each["kv4-pooled"], each["nf4"], each["rot4"])
         assert each["pca2"] < 0.25 * each["rot2"]
+    assert all(7 < one["structure"] < 13 for one in found["planted"]["lines"]
+               if one["site"] == "in-forward/kv" and one["name"] in ("pca4", "pca2"))
     assert planted["kv4"] / plain["kv4"] > 2 * planted["rot4"] / plain["rot4"]  # a rotation spreads a massive column
