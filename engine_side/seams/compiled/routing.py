@@ -29,7 +29,7 @@ def padded(model: nn.Module) -> dict[str, Any]:
     """Routers whose logits the compiler may pad, each by the path of one layer."""
     layers: list[tuple[str, Any]] = [(path, getattr(module, "router", None)) for path, module in model.named_modules()]
     found = {id(router): (path, router) for path, router in layers
-             if hasattr(router, _CHOOSES) and router.global_num_experts % _ALIGNED}
+             if hasattr(router, _CHOOSES) and getattr(router, "global_num_experts", 0) % _ALIGNED}
     return dict(found.values())
 
 
