@@ -44,8 +44,9 @@ class Connection:
     def open(self) -> None:
         """Connect; a connection that was open is given up first."""
         if self._socket is not None:
-            self._socket.close(linger=0)
+            self._socket.close()
         socket = self._socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)  # until ``close``
         socket.set(zmq.IMMEDIATE, 1)  # a Hello waits in no queue: of those that go out the writer may have each
         socket.set(zmq.SNDHWM, limits.sender_window_frames_max)
         socket.set(zmq.RCVHWM, 0)

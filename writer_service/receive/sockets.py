@@ -36,6 +36,7 @@ _message_bytes_max: Final = limits.frame_bytes_max + 2 * limits.message_header_b
 _LOCAL: Final = b"h"
 _REMOTE: Final = b"n"
 _WAITING_MAX: Final = 1024  # connections that nobody has accepted yet
+_LINGER_MS: Final = 200  # answers are still sent at the end
 _PORTER_GONE_S: Final = 2.0  # a killed writer's porter lives a moment longer, and has its port
 
 
@@ -159,7 +160,7 @@ class Sockets:
         for listener in self._listeners:
             listener.close()
         for socket in self._sockets.values():
-            socket.close(linger=200)
+            socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
 
@@ -171,6 +172,8 @@ class Sockets:
 
 def _router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+    # Before it is bound: the end of a peer that left answers unread takes the value of then, and -1 waits for ever.
+    socket.setsockopt(zmq.LINGER, _LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.message_header_bytes_max)
     socket.setsockopt(zmq.RCVHWM, receive_at_once)
     socket.setsockopt(zmq.SNDHWM, 1024)

@@ -60,6 +60,7 @@ class Scripted:
         self.answer = answer
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)  # before it is bound: else ``term`` waits for peers that went
         self._router.bind(endpoint)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._serve)
@@ -75,7 +76,7 @@ class Scripted:
                     for reply in self.answer(message):
                         self._router.send_multipart([identity, encode(reply)])
         finally:
-            self._router.close(linger=0)  # else ``term`` waits for ever
+            self._router.close()
 
     def seqs(self) -> list[int]:
         return [m.seq for m in self.heard if isinstance(m, Own | Delete)]
