@@ -60,7 +60,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Tapped:
-    """What a worker's taps write into, and what is known of a model that has them."""
+    """The memory that a worker's taps write into, and the facts of a model that has them."""
 
     staging: Staging
     scratch: Scratch | None = None

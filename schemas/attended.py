@@ -60,7 +60,7 @@ Read = Callable[[str, int, int | None], LayerRows]  # of a site, at positions [s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionAsked:
-    """What is asked of a layer's attention: the ``top`` keys of ``heads`` (None: all) for queries at the positions of
+    """A question about a layer's attention: the ``top`` keys of ``heads`` (None: all) for queries at the positions of
     ``spans``, ``[start, stop)`` each, ascending. ``rule`` None: what the engine told. ``check`` compares with ``z``.
     Where a query lacks a row it is left out with ``allow_missing``. At most ``weights_max`` are computed (None: any).
     """
@@ -91,7 +91,8 @@ class Unattended:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What the ``heads`` of a layer attend to at ``positions``, uint32 ``[queries]``; ``token_ids`` are theirs.
+    """The keys that the ``heads`` of a layer attend to at ``positions``, uint32 ``[queries]``; ``token_ids`` are
+    theirs.
 
     ``keys`` int32 and ``weights`` float32 ``[heads, queries, top]`` are positions by falling weight (of equal ones the
     earlier first), −1 with weight 0 where a query sees fewer keys; ``entropy`` float32 ``[heads, queries]`` is of all
@@ -128,7 +129,9 @@ class LackingRows(TapError):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What an answer is computed from: the ``sites`` (queries, keys; to check, values and z), the rule, and heads."""
+    """The data that an answer is computed from: the ``sites`` (queries, keys; to check, values and z), the rule, and
+    heads.
+    """
 
     sites: list[SiteInfo]
     rule: AttentionRule
@@ -136,7 +139,7 @@ class Needs:
 
 
 def needs_of(manifest: Manifest, asked: AttentionAsked) -> Needs:
-    """What is needed of a capture, from its manifest alone; raises what ``attend`` raises but for rows."""
+    """The data that is needed of a capture, from its manifest alone; raises what ``attend`` raises but for rows."""
     layer = asked.layer
     if isinstance(layer, bool) or not isinstance(layer, int | np.integer) or layer < 0:
         raise ArgumentError("layer", layer, "valid: one layer's number, counted from 0")
@@ -153,7 +156,7 @@ def needs_of(manifest: Manifest, asked: AttentionAsked) -> Needs:
 
 
 def told_rule(engine: Mapping[str, Any], layer: int) -> AttentionRule | None:
-    """How the engine of a capture said that a layer weighs keys; None where it did not.
+    """The rule by which a layer weighs keys, as the engine of a capture told it; None where it did not.
 
     ArgumentError where it said that the layer has what no rule says, such as attention sinks.
     """
@@ -214,7 +217,7 @@ def attend(manifest: Manifest, asked: AttentionAsked, read: Read) -> Attention:
 
 
 def reading(reader: HasSlices, capture: str, layer: int, owner: str | None = None) -> Read:
-    """How ``attend`` reads a capture that a store's reader has."""
+    """The functions by which ``attend`` reads a capture that a store's reader has."""
 
     def read(site: str, start: int, stop: int | None) -> LayerRows:
         piece = reader.slice(capture, site, [layer], start, stop, owner)
@@ -224,7 +227,7 @@ def reading(reader: HasSlices, capture: str, layer: int, owner: str | None = Non
 
 
 def lack_of(layer: int, left_out: Sequence[Unattended]) -> tuple[str, list[Missing]]:
-    """What the first of the queries that were left out lacks, in words, and the ranges of all that lack the same."""
+    """The lack of the first query that was left out, in words, and the ranges of all that lack the same."""
     site = left_out[0].site
     what = f"attention of layer {layer}" if site in (QUERIES, KEYS) else f"the check of attention of layer {layer}"
     return f"{what} needs {site}, which", list(dict.fromkeys(each.missing for each in left_out if each.site == site))

@@ -34,7 +34,7 @@ _SCORE_BYTES: Final = 48  # of one query and key: scores, what is made of them, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """How a layer makes weights of queries and keys; nothing of it is assumed.
+    """The rule by which a layer makes weights of queries and keys; nothing of it is assumed.
 
     ``softmax(soft_cap · tanh(scale · q·k / soft_cap))`` (None: without the cap) over the keys at the query's position
     and before it: all of them, or where there is a sliding ``window`` the last ``window``, the query's own among them.

@@ -210,7 +210,7 @@ def in_fields(pairs: Iterable[tuple[str, str]]) -> list[Named]:
 
 
 def _part(data: bytes, end: int) -> str:
-    """What a part of a form holds whose name ends at ``end``."""
+    """The content of a form's part whose name ends at ``end``."""
     start = data.find(b"\r\n\r\n", end)
     stop = data.find(b"\r\n--", start + 1)
     return "" if start < 0 else data[start + 4 : stop if stop > 0 else None].decode(errors="replace")

@@ -150,7 +150,7 @@ class NoHeadError(BucketError):
 
 
 class CatalogError(TapError):
-    """What a Postgres server refused, did not answer, or has not; ``where`` names it without user and password."""
+    """A Postgres server refused, did not answer, or lacks something; ``where`` names it without user and password."""
 
     def __init__(self, op: str, where: str, reason: object, hint: str = "") -> None:
         super().__init__(f"{op} {where}: {reason}" + (f" ({hint})" if hint else ""))

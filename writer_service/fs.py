@@ -70,7 +70,7 @@ def write_direct(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
 
 
 def whole_blocks(views: Sequence[memoryview], offset: int) -> list[memoryview]:
-    """What of the beginning of ``views`` (of bytes) can go past the page cache, to a file's ``offset``, in one call."""
+    """The beginning of ``views`` (of bytes) that can go past the page cache, to a file's ``offset``, in one call."""
     found: list[memoryview] = []
     if offset % direct_align:
         return found

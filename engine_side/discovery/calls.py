@@ -119,7 +119,7 @@ class Recording:
                     call.claimed[place] = None
 
     def _made(self, call: Call, result: Any, tensors: Mapping[str, torch.Tensor]) -> list[Value]:
-        """What a call has returned, and what of its arguments it has written."""
+        """The tensors that a call has returned, and those of its arguments that it has written."""
         results = list(enumerate(result if isinstance(result, tuple | list) else [result]))
         call.hands = [value.shape for _, value in results if isinstance(value, torch.Tensor)]
         before = {value.rule.partition(" ")[2]: value.rows for value in call.given}

@@ -59,7 +59,7 @@ class Contradicted(StartError):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a model's configuration says of it. ``factors``: numbers that what is added may be multiplied by.
+    """The facts that a model's configuration states. ``factors``: numbers that what is added may be multiplied by.
     ``within``: the part of the model in which its blocks are, where it has blocks of others (a tower for images).
     ``stage``: the blocks that this process has, of a pipeline; None where it has all.
     """
@@ -87,7 +87,7 @@ WHOLE: Final = Crossing({}, {})
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where a stage's stream begins and ends: the final norm and how far it is off, what came in the stream's place
+    """The beginning and end of a stage's stream: the final norm and how far it is off, what came in the stream's place
     and how far that is off, and what is handed on.
     """
 
@@ -281,7 +281,7 @@ class Discovery:
         return admitted[0]
 
     def _ends(self, stream: Stream, outside: Sequence[Call], crossing: Crossing) -> Ends | str:
-        """Where a stream begins and ends on this stage; a text says why it does not."""
+        """The beginning and end of the stream on this stage; a text says why there is none."""
         assert self._first is not None and self._last is not None
         came, left = ("", 0.0), ("", 0.0)
         if not self.stage.first:
@@ -420,7 +420,7 @@ class Discovery:
 
 
 def _wide(call: Call, width: int) -> list[Value]:
-    """What a call has made of that width."""
+    """The values of that width that a call has made."""
     return [value for value in call.made if value.rows.shape[1] == width]
 
 
@@ -437,7 +437,7 @@ def _entered(given: Mapping[str, torch.Tensor], stream: Stream) -> torch.Tensor 
 
 
 def _several(given: Call, made: Call, tokens: int, width: int) -> int:
-    """How many rows of the stream's width a token has in what a block hands on to the next; 0 where it has one."""
+    """The number of rows of the stream's width that a token has in what a block hands on; 0 where it has one."""
     takes, hands = ({shape.numel() // (tokens * width) for shape in shapes
                      if tokens in shape and shape[-1] % width == 0} for shapes in (given.takes, made.hands))
     return max((count for count in takes & hands if count > 1), default=0)

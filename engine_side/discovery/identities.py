@@ -25,7 +25,7 @@ SHARE_MIN: Final = 3  # of that: a term of less proves nothing
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tap finds rows of ``width`` numbers: ``rule`` of the module at ``path`` below the block.
+    """The place of a tap, with rows of ``width`` numbers: ``rule`` of the module at ``path`` below the block.
 
     ``meaning`` says what they are where the site alone does not; "" where it does. ``off`` is how far those are apart
     from the rows that define the site, of their length.
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What a block adds to the stream: ``factor`` times the rows at any of ``places``, the outermost first.
+    """A term that a block adds to the stream: ``factor`` times the rows at any of ``places``, the outermost first.
 
     ``mixes``: it comes from attention, or from what a layer has in its stead. ``raw``: the places of what was normed
     to make it, none where it is added as it is.
@@ -83,7 +83,7 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What a block is explained by. ``mixes(call)``: whether attention, or what a layer has in its stead, made it.
+    """The means to explain a block. ``mixes(call)``: whether attention, or what a layer has in its stead, made it.
     ``parts(attention, mlp)``: the sites inside what made those terms. ``stated``: the number by which a tap would
     multiply for a factor that was found, None where there is none.
     """
@@ -99,7 +99,7 @@ def close(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> bool:
 
 
 def apart(claimed: torch.Tensor | None, rows: torch.Tensor) -> float:
-    """How far rows that are claimed to be these are off, of their length."""
+    """The distance of rows that are claimed to be these, as a share of their length."""
     if claimed is None or claimed.shape != rows.shape:
         return float("inf")
     return float((claimed - rows).norm() / rows.norm()) if bool(rows.any()) else float(bool(claimed.any()))
@@ -116,7 +116,7 @@ def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Ten
 
 def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,
             ways: Ways, claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
-    """What ``inside`` a block adds up to ``post - pre``; a text says why it cannot be told.
+    """The terms ``inside`` a block that add up to ``post - pre``; a text says why there are none.
 
     Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
     token, are a thousand times larger than all others in many models. ``claimed``: by site, the rows that a table takes
@@ -259,7 +259,8 @@ def _term(factor: float, candidate: Candidate, inside: Sequence[Call], block: st
 
 
 def _places_of(rows: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float) -> tuple[Place, ...]:
-    """Where a call in a block is given ``rows`` (as they are, or as a sum of two tensors), or makes them."""
+    """The places at which a call in a block is given ``rows`` (as they are, or as a sum of two tensors), or makes them.
+    """
     found = []
     for call in sorted(inside, key=lambda call: call.began):
         sums = forms(call.given, "argument", rows.shape[1])

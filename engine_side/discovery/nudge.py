@@ -95,7 +95,8 @@ class Nudge:
         return (noise * like.float().square().mean(dim=-1, keepdim=True).sqrt()).to(like.dtype)
 
     def wrong(self, sums: bool, tolerance: float) -> Iterator[str]:
-        """What did not move as it must. ``sums``: whether the stream is what attention and MLP add up to."""
+        """The sites that did not move as they must. ``sums``: whether the stream is what attention and MLP add up to.
+        """
         def moved(site: str, layer: int) -> torch.Tensor | None:
             rows = self.rows.get((site, layer))
             return None if rows is None else rows + self.noise.get((site, layer), 0)

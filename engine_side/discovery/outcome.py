@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # the command that prints an outcome has no seconds for torch
 
 
 class ProvedPlace(msgspec.Struct, frozen=True):
-    """Where a layer has the rows of a site: ``rule`` of the module at ``path``; the ``identity`` that shows it, and how
-    far the rows are ``off`` it: a sum of the stream's numbers, equal rows of their length.
+    """The place of a site's rows in a layer: ``rule`` of the module at ``path``; the ``identity`` that shows it, and
+    how far the rows are ``off`` it: a sum of the stream's numbers, equal rows of their length.
 
     Without an identity the place is the table's, and the search has not looked at it.
     """
@@ -55,7 +55,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def proved_sites(model: nn.Module, family: Family, names: list[str], sites: Sequence[str], n_layers: int, hidden: int
                  ) -> dict[str, ProvedSite]:
-    """Those of ``sites`` that this model has, with their places in every layer."""
+    """The members of ``sites`` that this model has, with their places in every layer."""
     proofs = {(proof.site, proof.layer): proof for proof in family.proofs}
     paths = {id(module): path for path, module in model.named_modules()}
     found: dict[str, ProvedSite] = {}

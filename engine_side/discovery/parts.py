@@ -43,7 +43,7 @@ _MEANING: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What the seam knows of vLLM's own modules: attention layers, matrix products, mixtures of experts.
+    """Facts that the seam knows of vLLM's own modules: attention layers, matrix products, mixtures of experts.
 
     ``chosen``: of a mixture the number of its experts and of those a token is sent to, None of any other module;
     ``chooses_inside``: whether its kernel chooses, and its router is not called.
@@ -142,7 +142,8 @@ class Inside:
         return None
 
     def _rotated(self, rows: torch.Tensor, kernel: Call) -> tuple[Call, str, torch.Tensor] | None:
-        """Where no module rotates: the columns that are ``rows`` at position 0, and as long everywhere else."""
+        """Rotated rows that no module made: the columns that are ``rows`` at position 0, and as long everywhere else.
+        """
         width = rows.shape[1]
         found = [(call, _columns_rule(value, start, width), value.rows[:, start : start + width])
                  for call, value in self._projected(kernel) for start in _starts(value.rows[0], rows[0, 0], width)
@@ -209,7 +210,7 @@ class Inside:
 
 
 def _starts(row: torch.Tensor, first: torch.Tensor, width: int) -> list[int]:
-    """Where columns that begin with this number may begin."""
+    """Candidates for the first column of a part that begins with this number."""
     return [start for start in (row == first).nonzero().flatten().tolist() if start + width <= row.numel()]
 
 

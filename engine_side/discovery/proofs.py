@@ -37,8 +37,8 @@ class Proof:
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """How the stream begins: with the embedding's rows, bit for bit, if ``bare``; or with what ``came`` from the stage
-    before, and how far that is off.
+    """The beginning of the stream: with the embedding's rows, bit for bit, if ``bare``; or with what ``came`` from the
+    stage before, and how far that is off.
     """
 
     bare: bool
@@ -70,7 +70,7 @@ def of_stream(stream: Stream, blocks: Sequence[Explained], found: Mapping[str, M
 
 
 def worst(proofs: Sequence[Proof]) -> dict[str, Proof]:
-    """By site, the proof of the layer that is furthest off."""
+    """The proof of each site's layer that is furthest off."""
     found: dict[str, Proof] = {}
     for proof in proofs:
         if proof.site not in found or (proof.off or 0) > (found[proof.site].off or 0):

@@ -44,7 +44,7 @@ class Edited:
 
     @property
     def numbers(self) -> torch.Tensor | None:
-        """What the device knows of it at its end, int32: ``made`` and ``switches``; None where it has not run."""
+        """The device's counts of a request at its end, int32: ``made`` and ``switches``; None where it has not run."""
         if self.made is None:
             return None
         return torch.cat([part.flatten() for part in (self.made, self.switches) if part is not None])
@@ -70,7 +70,7 @@ def cut(edits: Edits, prompt_len: int) -> Edited:
 
 
 def numbers_of(each: Edited, one: Placed, width: int) -> F32:
-    """What an edit has of vectors: float32 [1, width], or [rows, width] at the ordinals of its request."""
+    """The vectors of an edit: float32 [1, width], or [rows, width] at the ordinals of its request."""
     if not one.vector:
         return np.zeros((1, width), np.float32)
     given = np.frombuffer(each.edits.vectors[one.vector], np.float32).reshape(-1, width)

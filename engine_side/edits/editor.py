@@ -26,9 +26,9 @@ class NoRoom(Exception):
 
 
 def _by_position(here: Sequence[tuple[int, Edited]]) -> npt.NDArray[np.int64]:
-    """From where on what holds, int64 [5, places]: number of a request << 32 | position, ascending (of two at one place
-    the later holds), then the programs where a condition is met and where it is not, its line, and the ordinal of
-    position 0. Before, between and behind the requests nothing is edited.
+    """The places from which on edits hold, int64 [5, places]: number of a request << 32 | position, ascending (of two
+    at one place the later holds), then the programs where a condition is met and where it is not, its line, and the
+    ordinal of position 0. Before, between and behind the requests nothing is edited.
     """
     edges, programs, unmet, lines, ordinals = [-1], [0], [0], [0], [0]
     for number, each in here:

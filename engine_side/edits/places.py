@@ -162,7 +162,7 @@ def _with(given: taps.Call, other: Mapping[int | str, torch.Tensor]) -> tuple[li
 
 
 def _key(given: taps.Call, name: str, place: int) -> str | int | None:
-    """Where a call has an argument: its keyword, or its number; None where it was not given."""
+    """The key of a call's argument: its keyword, or its number; None where it was not given."""
     if given.get(name, place) is None:
         return next(iter(given.kwargs)) if (name, place) == _FIRST and not given.args else None
     return name if name in given.kwargs else given.places.get(name, place)

@@ -40,7 +40,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What there is room for: ``tokens`` rows in a step of ``requests``, with ``depth`` edits of a row at a place, and
+    """The room of the tables: ``tokens`` rows in a step of ``requests``, with ``depth`` edits of a row at a place, and
     ``rows`` of edits that have one for each position.
     """
 
@@ -82,7 +82,7 @@ class Tables:
     pools: dict[int, Pool]
 
     def pool_of(self, place: Place) -> Pool:
-        """What a place's slots are numbers of."""
+        """The pool that a place's slots are numbers of."""
         return self.pools[self.widths[place]]
 
     def counts_of(self, place: Place) -> torch.Tensor:

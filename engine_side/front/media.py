@@ -1,4 +1,4 @@
-"""What is said of models that take images or sound: by the commands before a start, and by the engine at its own."""
+"""Statements about models that take images or sound: by the commands before a start, and by the engine at its own."""
 
 from __future__ import annotations
 

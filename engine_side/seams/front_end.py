@@ -117,7 +117,9 @@ def widths_of(model: Any) -> dict[str, Any]:
 
 
 def _arms(vllm_config: Any, config: EngineConfig, shape: admission.Shape) -> Arms:
-    """What requests may have edited. A site whose width is not known is left to the worker, which refuses the start."""
+    """The places that requests may edit. A site whose width is not known is left to the worker, which refuses the
+    start.
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     n_layers, known = model.get_total_num_hidden_layers(), widths_of(model)
     without_when = ("a condition cannot be had with speculative decoding: which rows of a step stand is known after it"

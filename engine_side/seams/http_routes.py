@@ -21,7 +21,7 @@ def connect() -> None:
 
 
 def batch_module() -> str:
-    """Where ``vllm run-batch`` lies in this vLLM."""
+    """The module of ``vllm run-batch`` in this vLLM."""
     new = "vllm.entrypoints.launchers.run_batch"
     return new if is_there(new) else "vllm.entrypoints.openai.run_batch"
 

@@ -90,7 +90,7 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
 
 
 def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool, stage: Stage) -> Part:
-    """What is found of the blocks that this process has."""
+    """The part of the search's outcome for the blocks that this process has."""
     model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
     ids = _ids(vllm_config, draws)
     shape = Shape(model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(), model_config.dtype,
@@ -131,7 +131,7 @@ def _ids(vllm_config: Any, draws: torch.Generator) -> torch.Tensor:
 
 @contextmanager
 def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
-    """What attention returns is noise."""
+    """Noise in place of what attention returns."""
     is_kernel = _roles().is_kernel
     kernels = [module for module in model.modules() if is_kernel(module)]
 
@@ -157,7 +157,9 @@ def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
 
 @contextmanager
 def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tensor], Crossing]]:
-    """What runs the model on tokens, as it is written, outside of a running engine, and says what came and left."""
+    """A function that runs the model on tokens, as it is written, outside of a running engine, and says what came and
+    left.
+    """
     from vllm.forward_context import set_forward_context
 
     device = next(model.parameters()).device
@@ -176,7 +178,7 @@ def _a_step(model: nn.Module, vllm_config: Any) -> Iterator[Callable[[torch.Tens
 
 
 def _roles() -> Roles:
-    """What vLLM's own modules are."""
+    """The roles of vLLM's own modules."""
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.layers.linear import LinearBase
 

@@ -171,7 +171,7 @@ def _with_stopped(output: Any, conditions: Conditions) -> Any:
 
 
 def rows_of_step(runner: Any, prepared: Any) -> tuple[Any, Any, torch.Tensor]:
-    """Of a step that either runner has laid out, with what that returned: its requests, the offsets of their rows and
+    """The requests of a step that either runner has laid out, from what that returned, the offsets of their rows and
     the positions of these, on the device.
     """
     return (_rows_v1 if hasattr(runner, "_prepare_inputs") else _rows_v2)(runner, prepared)

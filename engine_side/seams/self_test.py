@@ -221,7 +221,7 @@ def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
 
 
 def _unattended(runner: Any) -> dict[str, Any]:
-    """What a runner is told for a dummy step of the compiled model that replays no graph and attends to nothing: in a
+    """Arguments of a runner for a dummy step of the compiled model that replays no graph and attends to nothing: in a
     graph the kernels attend to an empty cache, whatever they are given.
     """
     if hasattr(runner, "input_buffers"):

@@ -108,7 +108,7 @@ def _family(plan: ArmingPlan) -> Family:
 
 
 def _survey(model: nn.Module, vllm_config: Any, plan: ArmingPlan, stage: Stage) -> Survey:
-    """What the engine has of the sites that are asked for, and what of it this rank has."""
+    """The engine's places of the sites that are asked for, and those of this rank."""
     model_config, family = vllm_config.model_config, _family(plan)
     find = partial(find_points, model, family, list(model_config.architectures),
                    n_layers=model_config.get_total_num_hidden_layers(), hidden=model_config.get_hidden_size(),
@@ -169,7 +169,7 @@ def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, s
 
 
 def _check_edits(vllm_config: Any, config: EngineConfig, survey: Survey) -> Editable | None:
-    """What requests may have edited, None where it is nothing; StartError where the engine has it not."""
+    """The places that requests may edit, None where there are none; StartError where the engine has it not."""
     if not config.edit:
         return None
     asked, n_layers = layers_by_site(config.edit), vllm_config.model_config.get_total_num_hidden_layers()

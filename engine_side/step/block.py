@@ -43,7 +43,7 @@ class BlockOffsets:
 
     @property
     def alignment(self) -> int:
-        """What the block's offset in the ring must be a multiple of."""
+        """The number that the block's offset in the ring must be a multiple of."""
         return DISK_ALIGN if self.sizes[0] >= _LARGE_BYTES else ALIGN
 
 
@@ -193,7 +193,7 @@ class Burst:
 
     @property
     def alignment(self) -> int:
-        """What the region's offset in the ring must be a multiple of."""
+        """The number that the region's offset in the ring must be a multiple of."""
         return max((rows.block.alignment for rows in self.entries), default=ALIGN)
 
     @property

@@ -334,7 +334,7 @@ def _module(root: nn.Module, place: ModulePath) -> Any:
 
 
 def _ids(module: Any, rule: str) -> int:
-    """How many different ids a row may hold, where it holds ids."""
+    """The number of different ids that a row may hold, where it holds ids."""
     return int(module.global_num_experts) if rule == "choice" else 0
 
 

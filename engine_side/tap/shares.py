@@ -18,7 +18,7 @@ __all__ = ["layers_sent", "layout_of"]
 
 def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], whole: Mapping[str, int], ranks: int,
               stages: Sequence[Stage] = ()) -> list[Part]:
-    """What each rank of an engine sends of the ``layers`` of each site; nothing where there is one rank.
+    """The share that each rank of an engine sends of the ``layers`` of each site; none where there is one rank.
 
     ``ranks`` of each of the ``stages`` (none: there is one) share out its rows. ``widths``: numbers in the row that a
     rank has, by site; ``whole``: in a whole row. StartError where the rows of the ranks do not make up whole ones.
@@ -43,7 +43,7 @@ def layout_of(layers: Mapping[str, Sequence[int]], widths: Mapping[str, int], wh
 
 
 def layers_sent(part: Part | None, site: str, layers: Sequence[int]) -> list[int]:
-    """Those of a site's layers that a rank sends: all on an engine of one rank, which is no part."""
+    """The layers of a site that a rank sends: all on an engine of one rank, which is no part."""
     if part is None:
         return list(layers)
     mine = {layer for share in part.shares.get(site, ()) for layer in share.layers}

@@ -42,7 +42,8 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Has:
-    """What a rank, or an engine, has of a site: rows of ``width`` numbers in these layers, a share of ``whole`` ones.
+    """The part of a site that a rank, or an engine, has: rows of ``width`` numbers in these layers, a share of
+    ``whole`` ones.
 
     ``head``: numbers of an attention head, 0 where the rows are not one head after the other.
     """
@@ -56,13 +57,13 @@ class Has:
 
 
 def layers_of(stages: Sequence[Stage], site: str, layers: Iterable[int]) -> list[list[int]]:
-    """Those of a site's layers that each stage has."""
+    """The layers of a site that each stage has."""
     chosen = list(layers)
     return [[layer for layer in chosen if stage.has(site, layer)] for stage in stages]
 
 
 def of_engine(told: Sequence[Mapping[str, Has]]) -> dict[str, Has]:
-    """What an engine has of each site, of what its stages have, in their order; StartError where those differ in more
+    """The part of each site that an engine has, from its stages in their order; StartError where those differ in more
     than their layers.
     """
     found: dict[str, Has] = {}

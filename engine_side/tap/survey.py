@@ -31,7 +31,7 @@ class Survey:
         return list(self.has[site].layers)
 
     def here(self, places: Places) -> list[TapPoint]:
-        """Those of some places that this rank has, each once."""
+        """The places among these that this rank has, each once."""
         own = {(point.site, point.layer): point for point in self.points}
         return [own[place] for place in dict.fromkeys(places) if place in own]
 

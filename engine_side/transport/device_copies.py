@@ -119,7 +119,7 @@ class DeviceToHost:
         return self.scratch is None or self.scratch.fits(nbytes)
 
     def ends(self) -> tuple[int, int]:
-        """Where the region reserved last ends: the head of the ring, and of scratch."""
+        """The end of the region reserved last: the head of the ring, and of scratch."""
         return self.ring.head, 0 if self.scratch is None else self.scratch.head
 
     def free(self, mark: int) -> None:

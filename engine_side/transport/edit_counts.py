@@ -33,7 +33,8 @@ class ToldEdits:
     here: frozenset[tuple[str, int]] | None = None
 
     def with_counts(self, end: int) -> str:
-        """What is told with ``rows`` of every edit, by layers with equal numbers; ``end``: positions that there are.
+        """The edits as they are told, with ``rows`` of each, by layers with equal numbers; ``end``: positions that
+        there are.
 
         *cached* are those that were read from the prefix cache, where an equal request had left them edited. What other
         ranks count is not counted.
@@ -92,7 +93,7 @@ class ToldEdits:
 
     def _applied(self, all_made: npt.NDArray[np.int32] | None, number: int, place: tuple[str, int], computed: int
                  ) -> int:
-        """Of so many rows those that an edit was made of. Rows that were computed again count again on the device: one
+        """The number of rows that an edit was made of. Rows that were computed again count again on the device: one
         that was left out must not hide behind them.
         """
         if all_made is None or self.counted is None or place not in self.counted.places:

@@ -90,7 +90,7 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
 
 
 class EditsCounted(msgspec.Struct, tag=True, array_like=True):
-    """How often a capture's edits were made (``edit_counts``), before its Finished.
+    """Counts of how often a capture's edits were made (``edit_counts``), before its Finished.
 
     ``count`` int32 lie in the ring once the copies up to ``copied`` are over, nothing where ``mark`` is None: first
     [places + 1, combinations], then, where it has a condition, the positions where that changed, −1 for none.

@@ -91,7 +91,8 @@ class Shared:
         return made - (made - self.copied) % COPIES
 
     def behind(self) -> Literal["copies", "sender", "writer"]:
-        """Who must go on before the ring has room: the copies, the sender that takes events, or the writer."""
+        """The party that must go on before the ring has room: the copies, the sender that takes events, or the writer.
+        """
         if self.over() < self.made:
             return "copies"
         return "writer" if self.taken == self.put else "sender"

@@ -1,4 +1,4 @@
-"""Where stores lie: a folder, the URL of a bucket's prefix, or all the stores one level below a prefix (``URL/*``)."""
+"""Places of stores: a folder, the URL of a bucket's prefix, or all the stores one level below a prefix (``URL/*``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_url(place: Place) -> bool:
 
 
 def every_store(url: str) -> str:
-    """What names all the stores one level below a prefix."""
+    """The name of all the stores one level below a prefix."""
     return url.rstrip("/") + _EVERY
 
 

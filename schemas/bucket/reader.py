@@ -234,7 +234,7 @@ def share_of(cache_bytes: int | None, count: int) -> int | None:
 
 
 def stores_of(reader: AnyReader, places: Stores) -> list[str]:
-    """Where the stores lie that a reader of ``places`` reads."""
+    """The places of the stores that a reader of ``places`` reads."""
     if isinstance(reader, SeveralReader):
         return list(reader.stores)
     return [str(place) for place in places_of(places)]

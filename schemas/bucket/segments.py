@@ -23,7 +23,7 @@ class BucketSegments(SegmentMaps):
         self._find, self._closed = find, 0
 
     def rows_of(self, segment: Segment, offset: int) -> FrameRows:
-        """What is said of the rows of the frame at ``offset``; CorruptError where the block has none there."""
+        """The description of the rows of the frame at ``offset``; CorruptError where the block has none there."""
         if segment.cold:
             return self.frame(segment, offset)
         block = self.block(segment)
@@ -31,13 +31,15 @@ class BucketSegments(SegmentMaps):
         return sealed_rows(block, offset)
 
     def mismatch(self, segment: Segment, offset: int) -> CorruptError:
-        """As of a mapped segment; what the cache has of the block is read from the bucket again."""
+        """Same as for a mapped segment; what the cache has of the block is read from the bucket again."""
         block = self.block(segment)
         assert block is not None
         return object_mismatch(block, offset)
 
     def block(self, segment: Segment) -> Block | None:
-        """As of a folder. One that was opened while all were forgotten may be of an earlier head: it is opened anew."""
+        """Same as for a folder. One that was opened while all were forgotten may be of an earlier head: it is opened
+        anew.
+        """
         while True:
             closed, found = self._closed, super().block(segment)
             if closed == self._closed:

@@ -104,7 +104,7 @@ class SeveralReader(Unfollowed, Generic[R]):
             reader.close()
 
     def tidy(self) -> None:
-        """As of each store."""
+        """Same as for each store."""
         for reader in self._stores.values():
             reader.tidy()
 
@@ -155,7 +155,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         return new
 
     def _named(self, failed: dict[str, TapError]) -> dict[str, bool]:
-        """Where stores lie, or, where True, may lie."""
+        """The places of stores; True for places that may be stores."""
         named: dict[str, bool] = {}
         for place in self._places:
             if (prefix := prefix_of(place)) is None:
@@ -218,12 +218,12 @@ class SeveralReader(Unfollowed, Generic[R]):
         return self._homes([ref], owner)[ref]
 
     def place_of(self, ref: str, owner: str | None = None) -> str:
-        """Where that store lies."""
+        """The place of that store."""
         reader = self.home(ref, owner)
         return next(name for name, each in self._stores.items() if each is reader)
 
     def _homes(self, refs: Iterable[str], owner: str | None) -> dict[str, R]:
-        """By name the store that has a capture; NotFoundError of the first that none has."""
+        """The store that has each capture, by name; NotFoundError of the first that none has."""
         ulids = {ref: _ulid(ref) or _ulid(self._newest(ref, owner).id) for ref in refs}
         has = self._which(set(ulids.values()), owner)
         for ref, ulid in ulids.items():
@@ -264,7 +264,7 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     def page(self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
              wanted: CaptureFilter | None = None) -> tuple[list[CaptureRow], str | None]:
-        """As of one store: newest first over all of them."""
+        """Same as for one store: newest first over all of them."""
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
         below, stores = None, self._every()
@@ -295,7 +295,7 @@ class SeveralReader(Unfollowed, Generic[R]):
             _check_one(ulid, names)
 
     def _which(self, ulids: set[str], owner: str | None) -> dict[str, list[str]]:
-        """By ULID, the stores that have captures of it which are not deleted."""
+        """The stores that have captures of each ULID which are not deleted."""
         has: dict[str, list[str]] = {}
         for name, reader in self._stores.items():
             for ulid in reader.living(ulids, owner):
@@ -303,7 +303,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         return has
 
     def capture(self, ref: str, owner: str | None = None) -> CaptureRow:
-        """As of one store, and so on."""
+        """Same as for one store, and so are those below."""
         return self.home(ref, owner).capture(ref, owner)
 
     def is_deleted(self, capture_id: str) -> bool:
@@ -314,7 +314,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         return self.home(ref, owner).samples(ref, owner)
 
     def target(self, ref: str, owner: str | None = None) -> tuple[str, str]:
-        """As of one store; NotFoundError where stores know captures of several owners by that name."""
+        """Same as for one store; NotFoundError where stores know captures of several owners by that name."""
         if owner is None and not _ulid(ref):
             named = [found for reader in self._every() if (found := reader.newest_named(ref)) is not None]
             if len({each.owner for each in named if not each.deleted}) > 1:
@@ -354,7 +354,7 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
                 ) -> RowsAt:
-        """As of one store: rows of captures in any of them."""
+        """Same as for one store: rows of captures in any of them."""
         homes = self._homes(dict.fromkeys(ref for ref, _ in rows), owner)
         by_store: dict[int, list[int]] = {}
         for number, (ref, _) in enumerate(rows):
@@ -391,7 +391,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         return sorted({rank for ranks in self.lost_of_server(group).values() for rank in ranks})
 
     def lost_of_server(self, group: str) -> dict[str, list[int]]:
-        """As of one store: all ranks of an engine send to one writer."""
+        """Same as for one store: all ranks of an engine send to one writer."""
         return {name: ranks for reader in self._every() for name, ranks in reader.lost_of_server(group).items()}
 
     def version(self) -> int:
@@ -400,7 +400,7 @@ class SeveralReader(Unfollowed, Generic[R]):
 
 
 class _List(Generic[R]):
-    """What was read of a store's list: all of its ``rows`` down to ``seen``, None where that is its end."""
+    """The part of a store's list that was read: all of its ``rows`` down to ``seen``, None where that is its end."""
 
     def __init__(self, reader: R, below: ListPlace | None) -> None:
         self._reader, self._below = reader, below

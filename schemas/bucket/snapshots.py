@@ -69,7 +69,7 @@ def _check_tables(snapshot: Path, where: str) -> None:
 
 
 def read_blocks(snapshot: Path) -> dict[int, tuple[str, Stored]]:
-    """Where a snapshot says that blocks lie, and their indexes."""
+    """The places of blocks, as a snapshot says, and their indexes."""
     with closing(sqlite3.connect(f"file:{quote(str(snapshot))}?mode=ro", uri=True)) as db:
         return {number: (key, Stored(nbytes, xxh3))
                 for number, key, nbytes, xxh3 in db.execute("SELECT * FROM blocks")}

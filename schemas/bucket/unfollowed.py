@@ -1,4 +1,4 @@
-"""What only a store's folder on its own host has: rows that come while a capture is made."""
+"""Requests that only a store's folder on its own host can answer: rows that come while a capture is made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Unfollowed:
 
     @property
     def url(self) -> str:
-        """What is read."""
+        """The address that is read."""
         raise NotImplementedError
 
     def appended(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a reader asks of a catalog's database: SQLite's connection as it is, and Postgres behind the same face."""
+"""The face of a catalog's database to a reader: SQLite's connection as it is, and Postgres behind the same face."""
 
 from __future__ import annotations
 

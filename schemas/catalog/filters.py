@@ -19,7 +19,7 @@ _1970: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class CaptureFilter:
-    """Which captures are wanted: all that is given must hold.
+    """The conditions of wanted captures: all that is given must hold.
 
     ``tags`` as (key, value), value None for any; ``model``: its name, or its LoRA adapter's; ``site`` in its canonical
     name; ``since_ms`` included, ``until_ms`` not; ``text`` is looked for in tags and names, whatever

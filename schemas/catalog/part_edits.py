@@ -24,14 +24,14 @@ class _Counted(msgspec.Struct):
 
 
 class _Told(msgspec.Struct):
-    """Of an engine's description, what is needed here."""
+    """The fields of an engine's description that are needed here."""
 
     edits: _Counted | None = None
 
 
 @lru_cache(maxsize=64)
 def counting_of(info: str) -> Counting:
-    """Who counts edits, by an engine's description as JSON; nothing where the rank that leads counts all."""
+    """The ranks that count edits, by an engine's description as JSON; none where the rank that leads counts all."""
     told = msgspec.json.decode(info, type=_Told).edits
     return {} if told is None else {(site, layer): rank for rank, places in enumerate(told.counted)
                                     for site, layers in places.items() for layer in layers}
@@ -57,7 +57,7 @@ def put_together(edits: list[dict[str, Any]], counting: Counting, told: Mapping[
 
 def _rows(number: int, edit: dict[str, Any], counting: Counting, said: Mapping[int, list[list[dict[str, Any]]]],
           reason_of: Callable[[int], str]) -> list[dict[str, Any]]:
-    """What is told of an edit, by layers of which the same is."""
+    """The statements about an edit, layers with equal numbers together."""
     alike: dict[str, tuple[dict[str, Any], list[int]]] = {}
     leads = {layer: group for group in edit["rows"] for layer in group["layers"]}
     for layer in edit["layers"]:

@@ -32,7 +32,8 @@ Places = dict[tuple[str, int], tuple[Columns, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Who sends what of a capture, and the ranks that have said all of it (``finished``) or never will (``lost``).
+    """The share of a capture that each rank sends, and the ranks that have said all of it (``finished``) or never will
+    (``lost``).
 
     ``joined`` has all that began. The one that leads is told of by the capture itself. ``counting``: who counts what
     the engine's edits did; ``editing``, those that do of this capture's; ``edits``, what they have told, by rank.
@@ -47,7 +48,9 @@ class Parts:
     edits: dict[int, str] = field(default_factory=dict)
 
     def columns(self, site: str, layer: int) -> tuple[Columns, ...]:
-        """Who has which columns of a row; of what no rank has, such as a layer that is not armed, the leader tells."""
+        """The ranks that have the columns of a row; of what no rank has, such as a layer that is not armed, the leader
+        tells.
+        """
         return self.places.get((site, layer), WHOLE)
 
     def needed(self, resolved: Resolved) -> frozenset[int]:
@@ -59,7 +62,7 @@ class Parts:
                 for one in self.columns(site, layer)} - {LEADER}
 
     def state(self, rank: int) -> str:
-        """How far a rank beside the leader has come, as manifests say it."""
+        """The progress of a rank beside the leader, as manifests say it."""
         told = {"finished": self.finished, "lost": self.lost, "running": self.joined}
         return next((state for state, ranks in told.items() if rank in ranks), "awaited")
 
@@ -120,7 +123,7 @@ def load_parts(db: Database, capture: Capture) -> Parts:
 
 
 class _Told(msgspec.Struct):
-    """Of an engine's description, what is needed here."""
+    """The fields of an engine's description that are needed here."""
 
     layout: list[Part] = []
 
@@ -131,7 +134,7 @@ def _places(info: str) -> Places:
 
 
 def matched(keys: Sequence[tuple[I64, I64]]) -> list[I64]:
-    """Of each part the indexes of the rows that all parts have; ``keys`` are their positions and steps, sorted so.
+    """The indexes of each part's rows that all parts have; ``keys`` are their positions and steps, sorted so.
 
     The rows come in the same order for all.
     """

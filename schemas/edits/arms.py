@@ -1,4 +1,4 @@
-"""What an engine may edit: what it is asked at its start, and what it then holds edits against."""
+"""Places that an engine may edit: those asked for at its start, and those that it then holds edits against."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ VALID_SITE: Final = f"one of {', '.join(EDITABLE)}, with a layer (resid_post.12)
 
 
 class Arms(msgspec.Struct, frozen=True):
-    """What an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row, ``rows`` that it
-    keeps at once for all its requests.
+    """The places that an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row,
+    ``rows`` that it keeps at once for all its requests.
 
     ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads; ``probes``:
     names of a probe's scores, that conditions may be about. ``without_when``: why this engine has no conditions; ""
@@ -44,7 +44,7 @@ class Arms(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EditArms:
-    """What an engine is to be started with for edits: ``places`` are sites, or ``site.layer``, comma-separated."""
+    """Settings of an engine's start for edits: ``places`` are sites, or ``site.layer``, comma-separated."""
 
     places: str = ""
     depth: int | None = None  # edits of one row, site and layer; None: the engine's default

@@ -76,7 +76,7 @@ class Edits(msgspec.Struct, frozen=True, tag="vllm-tap-edit", tag_field="ticket"
 
     @property
     def rows_each(self) -> int:
-        """How many positions those are, and rows that each edit with rows has a place for."""
+        """The number of those positions, and of rows that each edit with rows has a place for."""
         return sum(stop - start for start, stop in self.row_positions)
 
     @property

@@ -130,8 +130,8 @@ class ChunkCache:
 
 
 class Sparing:
-    """What a reader that goes over many rows, each once, may put into a cache: as much as there is ``room`` for, then a
-    32nd of what it reads past it.
+    """The allowance of a reader that goes over many rows, each once, to fill a cache: as much as there is ``room`` for,
+    then a 32nd of what it reads past it.
 
     So rows of an epoch do not push each other out before they are used again, what nobody uses any more goes after a
     while, and no more than that 32nd is fetched in vain.
@@ -148,7 +148,7 @@ class Sparing:
         return True
 
     def past(self, nbytes: int) -> None:
-        """So many were read past the cache."""
+        """Count bytes that were read past the cache."""
         self._left += nbytes // _SPARING
 
 

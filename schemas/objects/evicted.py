@@ -28,7 +28,7 @@ _NAME: Final = re.compile(r"[0-9]{8,}\.json")
 
 
 class Evicted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a block's rows lie: the folder ``key`` below ``url``, with the index that the bucket's head named.
+    """The place of a block's rows: the folder ``key`` below ``url``, with the index that the bucket's head named.
 
     ``files`` are those that leave the disk, by their names in the block, the first stream's first.
     """
@@ -97,7 +97,7 @@ def read_away(store: Path, number: int) -> Evicted | None:
 
 
 def lacking(objects: Objects, key: str, index: Stored) -> tuple[dict[str, Stored], list[str]]:
-    """What a block's index says of its objects, and what of them the bucket lacks, one line each. The index is read and
+    """The objects of a block by its index, and those that the bucket lacks, one line each. The index is read and
     held against its hash, the others' sizes against the listing. BucketError where the bucket does not answer.
     """
     try:

@@ -1,4 +1,4 @@
-"""What a bucket holds of a store; docs/reference/bucket.md draws it. No object is ever changed but the head.
+"""Objects that a bucket holds of a store; docs/reference/bucket.md draws it. No object is ever changed but the head.
 
     head.json                                which snapshot of the catalog holds; the one object that is written under
                                              a condition
@@ -80,7 +80,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def catalog_key(self) -> str:
-        """Where the snapshot lies."""
+        """The key of the snapshot."""
         return catalog_key(self.catalog.xxh3, self.catalog_epoch)
 
 
@@ -114,12 +114,12 @@ def folder_of(key: str) -> str:
 
 
 def catalog_key(xxh3: str, epoch: int) -> str:
-    """Where a snapshot lies."""
+    """The key of a snapshot."""
     return f"{CATALOGS}/{_epoch(epoch)}{xxh3}.sqlite.gz"
 
 
 def retired_key(push: str) -> str:
-    """Where the head of a push lies that was taken over from."""
+    """The key of the head of a push that was taken over from."""
     return f"{RETIRED}/{push}.json"
 
 

@@ -70,7 +70,7 @@ class Objects:
 
     @property
     def requests(self) -> int:
-        """How many requests have read or written an object so far, those that were tried again included once more."""
+        """The number of requests that have read or written an object so far; each further try counts again."""
         return self._requests
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Objects:
         return data, {name: found.meta[name] for name in ("e_tag", "version") if found.meta[name] is not None}
 
     def stream(self, key: str, nbytes: int, take: Callable[[Iterator[bytes]], T]) -> T:
-        """What ``take`` makes of an object of ``nbytes`` in pieces; it is called again where they were cut."""
+        """The result of ``take`` on an object of ``nbytes`` in pieces; it is called again where they were cut."""
 
         def once() -> T:
             found = self._store.get(self._at, key)
@@ -211,7 +211,7 @@ class Objects:
         return f"{self.url}/{key}"
 
     def _again(self, op: str, key: str, once: Callable[[], T]) -> T:
-        """What ``once`` gives, tried again where bytes were cut on the way."""
+        """The result of ``once``, tried again where bytes were cut on the way."""
         began_s = time.monotonic()
         for number in range(_TRIES):
             with self._lock:

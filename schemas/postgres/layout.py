@@ -53,7 +53,7 @@ def quoted(names: Iterator[str] | tuple[str, ...] | list[str], prefix: str = "")
 
 @lru_cache(maxsize=1)
 def tables() -> tuple[Table, ...]:
-    """What readers ask for."""
+    """The tables that readers ask for."""
     found = []
     with closing(_made()) as db:
         for name in NAMES:

@@ -203,7 +203,7 @@ class CatalogReader:
             return rows, None if last is None else (last["created_ms"], last["id"])
 
     def living(self, ulids: Iterable[str], owner: str | None = None) -> set[str]:
-        """Those of the ULIDs that captures have which are not deleted."""
+        """The ULIDs among these of captures that are not deleted."""
         theirs, args = ("", []) if owner is None else ("AND owner = ?", [owner])
         query = f"""SELECT DISTINCT ulid FROM captures WHERE ulid IN (SELECT key FROM json_each(?)) AND deleted = 0
                     {theirs}"""
@@ -265,7 +265,7 @@ class CatalogReader:
         return None if found is None else found[1]
 
     def engine_since(self, name: str = "") -> tuple[int, EngineInfo] | None:
-        """That engine, and when it began, in milliseconds since 1970 by the clock of its host."""
+        """The engine of that name, and when it began, in milliseconds since 1970 by the clock of its host."""
         query = "SELECT epoch, info FROM engines {} ORDER BY rowid DESC LIMIT 1"
         with self._catalog.moment() as now:
             if name:
@@ -350,7 +350,7 @@ class CatalogReader:
                         max(capture.total_len, coverage.end), capture.ended)
 
     def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
-        """What there is of one capture at all its sites, and by site how many numbers a row is decoded to."""
+        """The rows of one capture at all its sites, and by site how many numbers a row is decoded to."""
         with self._catalog.moment() as now:
             covered = self._coverage_cache.of(now, ref, owner)
             codecs = {} if covered.resolved is None else covered.resolved.codec

@@ -1,4 +1,5 @@
-"""Which rows of a capture are there and why others are not: expected = captured + missing, for every site × layer.
+"""Coverage of a capture: the rows that are there and why others are not: expected = captured + missing, for every site
+× layer.
 
 The latest computation of a (site, layer, position) wins by its sequence number; a drop supersedes older rows in its
 range; what lies at or past the end of a finished capture is stale and never served.

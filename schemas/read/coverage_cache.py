@@ -40,8 +40,9 @@ class CoveredCapture:
 
     @property
     def size(self) -> int:
-        """In rows: each once by its frame, and once more for every group of layers that has it, as what follows from
-        it, ``locations`` too, is kept for each of them."""
+        """The size in rows: each once by its frame, and once more for every group of layers that has it, as what
+        follows from it, ``locations`` too, is kept for each of them.
+        """
         groups = [group for groups in self.coverage.sites.values() for group in groups]
         return _ENTRY_ROWS + sum(len(extent.table) // 16 for extent in self.extents) + sum(
             len(group.rows.positions) + len(group.rejected.positions) for group in groups)

@@ -70,7 +70,7 @@ def live_of(frame: FrameAt, view: View, capture: str, layers: Sequence[int], fir
 
 
 class PartsCursor:
-    """How far somebody has followed the rows of a capture whose engine runs on several ranks: of each layer, the step
+    """The place that a follower has reached in the rows of a capture of several ranks: of each layer, the step
     and position of the last row. Steps up to ``after`` were had before.
 
     Ranks come as fast as they come, so a step is told once something of a later one is there from each of those that
@@ -122,7 +122,7 @@ class PartsCursor:
         return found
 
     def _move(self, group: LayerGroup, wanted: list[int], chosen: I64, rows_max: int) -> I64:
-        """Those of the chosen rows that are told at once."""
+        """The chosen rows that are told at once."""
         now, left = chosen[:rows_max], chosen[rows_max:]
         assert group.rows.step is not None
         self._at.update(dict.fromkeys(wanted, (int(group.rows.step[now[-1]]), int(group.rows.positions[now[-1]]))))

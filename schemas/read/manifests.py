@@ -74,7 +74,7 @@ def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
 
 
 def _parts(covered: CoveredCapture) -> list[manifests.PartInfo]:
-    """How far each rank has come; none of an engine of one rank."""
+    """The progress of each rank; none of an engine of one rank."""
     parts, capture = covered.parts, covered.capture
     if not (parts.places or parts.editing) or covered.resolved is None:
         return []

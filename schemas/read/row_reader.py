@@ -314,7 +314,7 @@ class RowReader(CatalogReader):
 
 
 def given_as(stored: RowFormat, picks: Sequence[Pick]) -> RowFormat:
-    """How rows are handed out: as they are stored, or decoded where ranks share their columns out."""
+    """The format in which rows are handed out: as they are stored, or decoded where ranks share their columns out."""
     return RowFormat(*DECODED, stored.width) if any(group.shares for group, _, _ in picks) else stored
 
 

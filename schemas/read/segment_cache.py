@@ -33,11 +33,11 @@ View = FrameView | ColdFrame
 
 
 class FrameRows(Protocol):
-    """What is said of the rows of a frame."""
+    """The description of a frame's rows."""
 
     @property
     def offset(self) -> int:
-        """What the catalog calls the frame by."""
+        """The number by which the catalog calls the frame."""
 
     @property
     def frame(self) -> Frame:

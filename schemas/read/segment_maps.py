@@ -56,7 +56,7 @@ class SegmentMaps:
         return view
 
     def rows_of(self, segment: Segment, offset: int) -> FrameRows:
-        """What is said of the rows of the frame at ``offset``; as ``frame``."""
+        """The description of the rows of the frame at ``offset``; as ``frame``."""
         return self.frame(segment, offset)
 
     def _parse(self, segment: Segment, offset: int) -> View:

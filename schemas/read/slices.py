@@ -44,7 +44,7 @@ class RowFormat:
         return codecs.identified(self.codec).decoded_width(self.width)
 
     def of_columns(self, width: int) -> RowFormat:
-        """How a share of so many columns is stored."""
+        """The format in which a share of so many columns is stored."""
         return replace(self, width=width)
 
     def check_bytes(self, rows: int) -> None:

@@ -49,7 +49,7 @@ class Block:
 
     @property
     def weight(self) -> int:
-        """What it counts for among those that a reader keeps; it maps the checksums alone."""
+        """The weight of the block among those that a reader keeps; it maps the checksums alone."""
         return self.files.weight(1)
 
     @property
@@ -94,7 +94,9 @@ class Block:
 
     @cached_property
     def frames(self) -> U64:
-        """What readers call a frame by, ascending, ``[F]``: its byte offset in the main file of a sealed block."""
+        """The numbers by which readers call frames, ascending, ``[F]``: its byte offset in the main file of a sealed
+        block.
+        """
         return self.column("frame", "<u8")
 
     @cached_property
@@ -145,7 +147,7 @@ class Block:
         return min(int(self.first[at]), len(self.checksum_now))  # beyond them where it was damaged
 
     def columns(self, layers: Sequence[int]) -> I64:
-        """Where layers are among the block's."""
+        """The indexes of layers among the block's."""
         return np.searchsorted(self._numbered, layers)
 
     def checksums_of(self, rows: I64, layers: Sequence[int]) -> U64:
@@ -163,7 +165,7 @@ class Block:
         return False
 
     def places(self, rows: I64, columns: I64) -> list[tuple[str, I64]]:
-        """By stream its file, and the byte of it at which each (layer, row)'s piece begins, ``[layers, rows]``.
+        """The file of each stream, and the byte of it at which each (layer, row)'s piece begins, ``[layers, rows]``.
 
         Of a sealed block: main bytes by the shard index, others in the arrays beside it; -1 of what is not there.
         """

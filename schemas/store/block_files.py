@@ -32,13 +32,13 @@ class BlockFiles(Protocol):
     """
 
     def where(self, name: str = "") -> Path | str:
-        """Where a file lies, or the block itself, as errors name it."""
+        """The path of a file, or of the block itself, as errors name it."""
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
 
     def weight(self, mapped: int) -> int:
-        """What the block counts for among those that a reader keeps, where it maps so many files of a folder."""
+        """The weight of the block among those that a reader keeps, where it maps so many files of a folder."""
 
     def there(self) -> bool:
         """Whether the block is still there: another may have taken its place."""

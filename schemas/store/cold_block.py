@@ -138,12 +138,12 @@ class ColdBlock(Block):
 
     @property
     def index_bytes(self) -> int:
-        """As of a sealed block; an index has an entry a chunk."""
+        """Same as for a sealed block; an index has an entry a chunk."""
         return 16 * -(-len(self.present) // CHUNK_ROWS) * len(self.layers) + 4
 
     @property
     def weight(self) -> int:
-        """As of a sealed block; it maps a file a stream."""
+        """Same as for a sealed block; it maps a file a stream."""
         return self.files.weight(len(self.declared))
 
     def pieces_at(self, rows: Index, columns: Index) -> Index:
@@ -159,7 +159,7 @@ class ColdBlock(Block):
         return True
 
     def places(self, rows: Index, columns: Index) -> list[tuple[str, Index]]:
-        """As of a sealed block; every stream is a shard of its own."""
+        """Same as for a sealed block; every stream is a shard of its own."""
         pieces = self.pieces_at(rows, columns)
         return [(main_chunk(stream.name), pieces * stream.nbytes) for stream in self.declared]
 

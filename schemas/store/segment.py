@@ -173,7 +173,7 @@ class FrameView:
         return index
 
     def runs_of(self, rows: Index) -> tuple[Index, Index]:
-        """By row, the number of its first layer's piece, and how many pieces further the next layer's is."""
+        """The number of each row's first piece, by layer, and how many pieces further the next layer's is."""
         first, count = self._first[rows], self._count[rows]
         return first * (len(self.frame.layers) - 1) + rows, count
 

@@ -20,7 +20,7 @@ _LINGER_MS: Final = 200
 
 
 def ask_store(endpoint: str, curve: Path | None, timeout_s: float) -> StoreState:
-    """What the writer at ``endpoint`` tells, once its store is measured; after ``timeout_s`` seconds what was told
+    """The writer's answer at ``endpoint``, once its store is measured; after ``timeout_s`` seconds what was told
     last, which knows nothing where no writer answers, or one of an earlier version. ``curve``: keys, for one on another
     host.
     """

@@ -150,7 +150,7 @@ class ControlChannel:
 
     @property
     def pending(self) -> int:
-        """How many records the writer does not hold durably yet."""
+        """The number of records that the writer does not hold durably yet."""
         with self._lock:
             return self._pending
 

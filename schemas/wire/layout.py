@@ -32,7 +32,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one rank sends, by site: a layer of a site in one share at most."""
+    """The share that one rank sends, by site: a layer of a site in one share at most."""
 
     rank: int
     shares: dict[str, list[Share]]
@@ -48,7 +48,7 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """How many they are."""
+        """The number of columns."""
         return self.stop - self.start
 
 
@@ -56,7 +56,7 @@ WHOLE: Final = (Columns(LEADER, 0, 0),)
 
 
 def places_of(layout: Sequence[Part]) -> dict[tuple[str, int], tuple[Columns, ...]]:
-    """Who has which columns of each (site, layer), from the left to the right."""
+    """The columns that each rank has of each (site, layer), from the left to the right."""
     found: dict[tuple[str, int], list[Columns]] = {}
     for part in layout:
         for site, shares in part.shares.items():
@@ -117,7 +117,7 @@ def _check_columns(place: str, found: Sequence[Columns], width: int) -> None:
 
 
 def siblings(group: str) -> str:
-    """What the groups of one server's data-parallel engines have in common: they differ behind the last "-".
+    """The name that the groups of one server's data-parallel engines have in common: they differ behind the last "-".
 
     The whole name of a group that has none.
     """

@@ -24,10 +24,10 @@ from schemas.wire.layout import Part
 
 
 class Editable(msgspec.Struct, frozen=True):
-    """What requests may have changed: layers by site, at most ``depth`` edits of one row, site and layer; ``vectors``:
-    names that they may use; ``rows``: that edits of requests at once may set rows to. ``counted``: by rank the places,
-    layers by site (``schemas.sites.edited_place``), of which it counts what was done there; none where the leader
-    counts all.
+    """The places that requests may edit: layers by site, at most ``depth`` edits of one row, site and layer;
+    ``vectors``: names that they may use; ``rows``: that edits of requests at once may set rows to. ``counted``: by rank
+    the places, layers by site (``schemas.sites.edited_place``), of which it counts what was done there; none where the
+    leader counts all.
     """
 
     layers: dict[str, list[int]]
@@ -48,9 +48,9 @@ class Ring(msgspec.Struct, frozen=True):
 
 
 class Attends(msgspec.Struct, frozen=True):
-    """How attention of some layers weighs keys, as ``schemas.attention.AttentionRule`` has it; ``beyond`` names what no
-    such rule says ("attention sinks"), "" where there is nothing of the kind. ``cache``: the dtype that the engine's
-    cache rounds keys to ("fp8"), "" where they stay as they were computed.
+    """The rule by which attention of some layers weighs keys, as ``schemas.attention.AttentionRule`` has it; ``beyond``
+    names what no such rule says ("attention sinks"), "" where there is nothing of the kind. ``cache``: the dtype that
+    the engine's cache rounds keys to ("fp8"), "" where they stay as they were computed.
     """
 
     layers: list[int]
@@ -63,7 +63,7 @@ class Attends(msgspec.Struct, frozen=True):
 
 
 class Proved(msgspec.Struct, frozen=True):
-    """What showed as the engine started that rows of a site are right: the ``identity`` that they fulfil, and how far
+    """The proof at the engine's start that rows of a site are right: the ``identity`` that they fulfil, and how far
     they are ``off`` it in the layer that is furthest: a sum of the stream's numbers, equal rows of their length. None
     where no number is compared.
     """
@@ -104,7 +104,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     @property
     def called(self) -> str:
-        """What the engine is called among those of its server, "" where nobody knows."""
+        """The engine's name among those of its server, "" where it is not known."""
         return self.group or self.instance or ""
 
     def dtype_of(self, site: str) -> str:
@@ -344,7 +344,7 @@ class Welcome(msgspec.Struct, tag="welcome", forbid_unknown_fields=True):
 
 
 class StoreState(msgspec.Struct, frozen=True):
-    """How fast a store takes rows, and how much of engines' rings waits for it.
+    """The rate at which a store takes rows, and the bytes of engines' rings that wait for it.
 
     ``bytes_s``: bytes of rows a second that become durable, 0.0 where that is not known yet. ``measured``: "start", by
     what the writer wrote at its start for this; "traffic", by rows that came as fast as they were taken; else "".

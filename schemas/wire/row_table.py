@@ -91,7 +91,7 @@ def check_frame(frame: Frame) -> int:
 
 
 def steps_of(frame: Frame) -> npt.NDArray[np.uint64] | None:
-    """By row the step that computed it; None where the sender is no part of a group."""
+    """The step that computed each row; None where the sender is no part of a group."""
     if frame.steps is msgspec.UNSET:
         return None
     return np.repeat(np.asarray(frame.steps, np.uint64), frame.runs)

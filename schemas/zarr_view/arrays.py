@@ -23,7 +23,7 @@ _CHUNK: Final = re.compile(r"([A-Za-z0-9_./-]{1,255})/c((?:/(?:0|[1-9][0-9]{0,11
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What lies under a key: its bytes, made by ``read``, their number and their entity tag."""
+    """The value of a key: its bytes, made by ``read``, their number and their entity tag."""
 
     size: int
     tag: str

@@ -34,7 +34,7 @@ class TokenAxis:
 
 
 def inside(positions: I64, gaps: Sequence[Missing]) -> npt.NDArray[np.bool_]:
-    """Which positions lie in one of the sorted, disjoint gaps, bool ``[n]``."""
+    """A mask of the positions that lie in one of the sorted, disjoint gaps, bool ``[n]``."""
     edges = np.asarray([(gap.start, gap.stop) for gap in gaps], np.int64).reshape(-1, 2)
     found: npt.NDArray[np.bool_] = (edges[:, 0].searchsorted(positions, "right")
                                     > edges[:, 1].searchsorted(positions, "right"))

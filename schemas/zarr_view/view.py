@@ -55,10 +55,10 @@ class HasCaptures(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where these lie."""
+        """The path of these files."""
 
     def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
-        """As of a RowReader, and so are these."""
+        """Same as for a RowReader, and so are these."""
 
     def manifest(self, ref: str, owner: str | None = None) -> Manifest: ...
 
@@ -97,7 +97,7 @@ class CaptureView:
         return found
 
     def value(self, key: str) -> Value | None:
-        """What lies under a key; None where nothing does.
+        """The value of a key; None where there is none.
 
         Reading it may raise what ``StoreReader.slice`` raises, and does where the capture was deleted meanwhile.
         """
@@ -209,7 +209,7 @@ class CaptureView:
         return values
 
     def _token_ids(self, token: slice) -> npt.NDArray[np.int64]:
-        """What stands at positions, int64 ``[tokens]``; -1 where nobody told: of an engine that was lost, rows alone
+        """The token ids at positions, int64 ``[tokens]``; -1 where nobody told: of an engine that was lost, rows alone
         know what was generated.
         """
         positions = self._positions(token)

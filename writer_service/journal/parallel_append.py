@@ -106,7 +106,7 @@ class ParallelAppend:
         self._take_back()
 
     def _begin(self, segments: Iterable[OpenSegment]) -> None:
-        """From here on nobody else closes these: their descriptors may be another file's by the time they are used."""
+        """Keep these from being closed by others: their descriptors may be another file's by the time they are used."""
         self._segments = list(segments)
         self.began = time.monotonic()
         for segment in self._segments:

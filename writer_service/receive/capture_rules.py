@@ -32,7 +32,7 @@ remembered_max = 20_000
 
 
 class Member(NamedTuple):
-    """Which rank of which group a sender is; of none where ``group`` is empty."""
+    """The rank and group of a sender; of none where ``group`` is empty."""
 
     group: str = ""
     rank: int = LEADER

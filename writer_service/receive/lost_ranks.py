@@ -77,7 +77,7 @@ class LostRanks:
         self.count = count + self._absent(now, groups, newest)
 
     def _begun_again(self, now: float) -> dict[str, float]:
-        """By server that was started again under its name, when the first that lives of it began."""
+        """The begin of the first living engine of each server that was started again under its name."""
         begun = dict[str, float]()
         named = [state for state in self._senders if state.instance]
         for state in named:
@@ -112,14 +112,14 @@ class LostRanks:
         return sum(map(len, self._left.values()))
 
     def _known(self, group: str) -> list[int]:
-        """What a writer before this one told."""
+        """The lost ranks that a writer before this one told."""
         query = 'SELECT rank FROM lost_ranks WHERE "group" = ? ORDER BY rank'
         return [row["rank"] for row in self._db.execute(query, (group,))]
 
     def _lost(self, group: str, ranks: Mapping[int, SenderState], newest: float) -> list[int]:
-        """Those of a group, the last of whose server was heard at ``newest``. Who was forgiven a silence of ours counts
-        as heard just now, like who was not silent; who was lost before it began to be waited for is lost until it is
-        heard.
+        """The lost ranks of a group, the last of whose server was heard at ``newest``. Who was forgiven a silence of
+        ours counts as heard just now, like who was not silent; who was lost before it began to be waited for is lost
+        until it is heard.
         """
         since = self._since[group]
         count = max(1, *(len(state.layout) for state in ranks.values()))

@@ -48,7 +48,7 @@ _LASTING = ((socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, so
 
 @dataclass(slots=True, eq=False)
 class Door:
-    """Where connections come in. ``greeting``: bytes that the writer says before it says READY."""
+    """A place at which connections come in. ``greeting``: bytes that the writer says before it says READY."""
 
     listener: socket.socket
     inner: str  # path of the writer's own socket
@@ -96,7 +96,7 @@ class Porter:
         self._paused = 0.0  # until when nobody is accepted; 0 for not at all
 
     def run(self) -> None:
-        """Until the writer has gone, and what it said last is out."""
+        """Pass bytes on until the writer has gone, and what it said last is out."""
         until, swept = float("inf"), time.monotonic()
         while time.monotonic() < until and (self._doors or self._guests):
             self._count(BEAT)

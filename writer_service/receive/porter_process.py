@@ -33,7 +33,7 @@ _PEER_MIN: Final = 8  # connections that one address may have, however little ro
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """How many connections each socket may hold, and how many rings may be mapped."""
+    """The numbers of connections that each socket may hold, and of rings that may be mapped."""
 
     local: int
     remote: int

@@ -1,1 +1,1 @@
-"""What vLLM's compiler makes of a tapped model: fusions that taps end, the stream in staging, router logits."""
+"""Effects of vLLM's compiler on a tapped model: fusions that taps end, the stream in staging, router logits."""

@@ -1,4 +1,4 @@
-"""What routers are given by the compiled model: whether they choose by the numbers of their own tokens.
+"""Routers of the compiled model: whether they choose by the numbers of their own tokens.
 
 Inductor may pad the columns of a router's projection to a multiple of 16 bytes and hand on a view of it, if the number
 of experts is no multiple of 8. It decides so by timing, at each compilation. vLLM's kernels that choose experts read

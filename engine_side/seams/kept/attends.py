@@ -1,4 +1,6 @@
-"""How vLLM's attention layers weigh keys: told to the writer, so that who reads queries and keys need not know it."""
+"""Rules by which vLLM's attention layers weigh keys: told to the writer, so that who reads queries and keys need not
+know it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ __all__ = ["attends_of", "joined"]
 
 
 def attends_of(model: nn.Module, vllm_config: Any, layers: Iterable[int]) -> list[Attends]:
-    """What the attention of these layers does, as far as this rank has them and they tell it; alike ones together."""
+    """The attention rules of these layers, as far as this rank has them and they tell; alike layers together."""
     wanted, mine = set(layers), {id(module) for module in model.modules()}
     context = vllm_config.compilation_config.static_forward_context  # a drafter's layers as well, routers of experts
     parts = [(layer, part) for name, part in context.items() if id(part) in mine and hasattr(part, "impl")
@@ -41,7 +43,7 @@ def joined(told: Iterable[Attends | None]) -> list[Attends]:
 
 
 def _of(layer: int, part: Any, count: int) -> Attends | None:
-    """Of one layer; None where its back end does not tell."""
+    """The rule of one layer; None where its back end does not tell."""
     impl = part.impl
     scale, cap = getattr(impl, "scale", None), getattr(impl, "logits_soft_cap", None)
     if not isinstance(scale, int | float) or not isinstance(part.head_size, int) or not hasattr(part, "sliding_window"):
@@ -57,7 +59,7 @@ def _cache(part: Any) -> str:
 
 
 def _beyond(part: Any, count: int) -> str:
-    """What of its attention no rule says; "" for nothing."""
+    """The part of a layer's attention that no rule says; "" for none."""
     impl, kind = part.impl, type(part).__name__
     if count > 1:
         return f"{count} attention layers of one number"

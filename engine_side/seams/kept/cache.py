@@ -1,4 +1,4 @@
-"""What vLLM keeps of a request in its K/V cache, read back: for an engine in this process, between two steps.
+"""A request's blocks of vLLM's K/V cache, read back: for an engine in this process, between two steps.
 
 A block is found by the dimension of a layer's cache that counts blocks, so nothing is asked of a backend's layout.
 Where no dimension, or more than one, can be it, the cache is not read, and ``Unread`` says why.
@@ -29,7 +29,7 @@ def blocks_of_running(engine: Any) -> Blocks | None:
 
 
 def digests(engine: Any, blocks: Blocks) -> dict[str, str]:
-    """By layer (and rank, of several) the XXH3 of what the blocks hold; Unread where that cannot be told."""
+    """The XXH3 of what the blocks hold, by layer (and rank, of several); Unread where that cannot be told."""
     found = engine.collective_rpc(_digests, args=(blocks,))
     if refused := [each for each in found if isinstance(each, str)]:
         raise Unread(refused[0])
@@ -38,7 +38,7 @@ def digests(engine: Any, blocks: Blocks) -> dict[str, str]:
 
 
 def _digests(worker: Any, blocks: Blocks) -> dict[str, str] | str:
-    """Those of a worker, or why it cannot be read. Sent to workers in processes of their own as it is."""
+    """The digests of a worker, or why it cannot be read. Sent to workers in processes of their own as it is."""
     runner = worker.model_runner
     layers = runner.vllm_config.compilation_config.static_forward_context
     try:
@@ -61,7 +61,7 @@ def _of_groups(layers: Mapping[str, Any], config: Any, blocks: Blocks) -> dict[s
 
 
 def _parts(name: str, tensor: torch.Tensor, count: int, numbers: Sequence[int]) -> list[torch.Tensor]:
-    """What a layer has in these blocks; a kernel's blocks may be pieces of the scheduler's."""
+    """The tensors of a layer in these blocks; a kernel's blocks may be pieces of the scheduler's."""
     axes = [axis for axis, size in enumerate(tensor.shape) if size >= count and size % count == 0]
     if len(axes) != 1:
         raise Unread(f"the K/V cache of {name} has shape {list(tensor.shape)}: which of it counts the {count} blocks "

@@ -1,4 +1,4 @@
-"""What edits make of keys, values and logits stays finite.
+"""Keys, values and logits stay finite, whatever edits make of them.
 
 Samplers take an index for the largest of numbers one of which is none that may lie behind the vocabulary, and a model
 that is given such a token reads beyond its embedding: on a GPU that ends the engine.

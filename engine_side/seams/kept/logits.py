@@ -21,7 +21,7 @@ def logits_of(engine: Any, rows: F32) -> F32:
 
 
 def _logits(worker: Any, rows: F32) -> F32 | None:
-    """Those of a worker; None of one that has no part of the vocabulary to answer with."""
+    """The logits of a worker; None of one that has no part of the vocabulary to answer with."""
     runner = worker.model_runner
     with torch.inference_mode():
         given = torch.from_numpy(rows).to(runner.device, runner.model_config.dtype)

@@ -41,7 +41,7 @@ class Rotary:
 
 
 def rotaries_of(engine: Any) -> dict[int, Rotary | str]:
-    """By layer its rotary embedding, or why it is not known."""
+    """The rotary embedding of each layer, or why it is not known."""
     runner = runner_of(engine)
     paths = {id(module): path for path, module in runner.model.named_modules()}
     return {layer: _of(runner.model, paths.get(id(part))) for layer, part in layers_of(runner).items()}

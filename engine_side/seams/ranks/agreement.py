@@ -1,4 +1,4 @@
-"""What the ranks of an engine tell each other while they start: every rank takes the same way through it, so that none
+"""Agreement of an engine's ranks while they start: every rank takes the same way through it, so that none
 waits for one that does not come. Nothing here is called in a step.
 """
 
@@ -20,21 +20,21 @@ LATE_S: Final = 60  # that a rank with an error waits for the others: they may w
 
 
 class Alone(StartError):
-    """What this rank came out of has not ended on the others."""
+    """An error of this rank alone: the others have not come out of the same step."""
 
 
 def of_shares(said: T) -> list[T]:
-    """What the tensor-parallel ranks of this stage say, in their order."""
+    """The answers of the tensor-parallel ranks of this stage, in their order."""
     return _told(said, "get_tp_group")
 
 
 def of_stages(said: T) -> list[T]:
-    """What the ranks with the same share say, in the order of their stages."""
+    """The answers of the ranks with the same share, in the order of their stages."""
     return _told(said, "get_pp_group")
 
 
 def the_same(text: str) -> str:
-    """What the first rank says, on every rank."""
+    """The first rank's text, on every rank."""
     return of_shares(of_stages(text)[0])[0]
 
 
@@ -62,8 +62,8 @@ def all_together() -> Iterator[None]:
 
 @contextmanager
 def _agreed(group_of: str, who: str) -> Iterator[None]:
-    """What all of a group come out of: with their own error, or with the first that another told. Alone where the
-    others do not come: this rank's end is then what ends them.
+    """A block that all of a group leave together: with their own error, or with the first that another told. Alone
+    where the others do not come: this rank's end is then what ends them.
     """
     error: Exception | None = None
     try:

@@ -91,7 +91,8 @@ def fingerprint(model: nn.Module, model_config: Any) -> str:
 
 
 def _whole_heads(model: nn.Module) -> dict[int, torch.Tensor]:
-    """By id, of weights whose columns ranks share out, the first rows put together: [rows, all columns]."""
+    """The first rows of weights whose columns ranks share out, put together: [rows, all columns], by id of the weight.
+    """
     found: dict[int, torch.Tensor] = {}
     for module in model.modules():
         width, share = (getattr(module, name, 0) for name in ("input_size", "input_size_per_partition"))

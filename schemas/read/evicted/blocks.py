@@ -38,8 +38,8 @@ def open_objects(files: BlockObjects, cold: bool) -> Block:
 
 
 def sealed_rows(block: Block, offset: int) -> SealedRows:
-    """What a sealed block that is not cold says of the rows of its frame at ``offset``; CorruptError where it has none
-    there.
+    """The description of a frame's rows in a sealed block that is not cold, at ``offset``; CorruptError where it has
+    none there.
     """
     first, stop = block.start(offset), len(block.present)
     following = block.frames.searchsorted(offset) + 1

@@ -30,7 +30,8 @@ _LOST: Final = "its rows were evicted from this disk: vllm-tap fsck says what th
 
 
 class EvictedObjects(BlockObjects):
-    """As BlockObjects; StoreError where the bucket has lost what it must have: the block may be on the disk again."""
+    """Same as BlockObjects; StoreError where the bucket has lost what it must have: the block may be on the disk again.
+    """
 
     def __init__(self, objects: Objects, cache: ChunkCache, key: str, index: Stored, sparing: Sparing | None) -> None:
         with _told():
@@ -61,7 +62,7 @@ class LocalSegments(SegmentMaps):
         self._away: dict[int, Evicted | None] = {}  # of sealed segments that were looked at
 
     def rows_of(self, segment: Segment, offset: int) -> FrameRows:
-        """What is said of the rows of the frame at ``offset``."""
+        """The description of the rows of the frame at ``offset``."""
         if segment.cold or self._of(segment) is None:
             return super().rows_of(segment, offset)
         block = self.block(segment)
@@ -69,14 +70,14 @@ class LocalSegments(SegmentMaps):
         return sealed_rows(block, offset)
 
     def data(self, segment: Segment, fresh: bool = False) -> tuple[Path, memoryview]:
-        """As of any segment; StoreError where its rows are evicted: its frames are not read from a bucket."""
+        """Same as for any segment; StoreError where its rows are evicted: its frames are not read from a bucket."""
         if (found := self._of(segment)) is not None:
             raise StoreError("read frames", f"{found.url}/{found.key}", "its rows were evicted from this disk",
                              "ask for slices or rows")
         return super().data(segment, fresh)
 
     def mismatch(self, segment: Segment, offset: int) -> CorruptError:
-        """As of any segment; what the cache has of an evicted block is read from the bucket again."""
+        """Same as for any segment; what the cache has of an evicted block is read from the bucket again."""
         if (block := self.block(segment)) is not None and isinstance(block.files, BlockObjects):
             return object_mismatch(block, offset)
         return super().mismatch(segment, offset)
