@@ -45,7 +45,7 @@ __all__ = ["BROKEN", "CODES", "ApiError", "BadParam", "Json", "NotCaptured", "Ov
 log = logging.getLogger("vllm_tap.api")
 
 class Code(NamedTuple):
-    """What docs/reference/errors.md says of a code: its status, when it comes, and what helps."""
+    """A code's entry in docs/reference/errors.md: its status, when it comes, and what helps."""
 
     status: int  # 0: of several
     when: str

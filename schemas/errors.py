@@ -110,7 +110,7 @@ class ConflictError(TapError):
 
 
 class NotFoundError(TapError):
-    """Nothing under that name, or nothing that this caller may see."""
+    """The name has nothing under it, or nothing that this caller may see."""
 
 
 class LimitError(TapError):

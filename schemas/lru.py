@@ -59,7 +59,7 @@ class Lru(Generic[K, V]):
             self.total = 0
 
     def items(self) -> list[tuple[K, V]]:
-        """All that is in here, least recently used first."""
+        """The entries, least recently used first."""
         with self._lock:
             return list(self._values.items())
 

@@ -50,7 +50,7 @@ class BadRequest(ServiceError, ValueError):
 
 
 class NotFound(ServiceError, NotFoundError):
-    """Nothing under that name, or nothing that this caller may see."""
+    """The name has nothing under it, or nothing that this caller may see."""
 
 
 class Conflict(ServiceError, ConflictError):

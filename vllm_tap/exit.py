@@ -15,7 +15,7 @@ _SAID: Final = b"\nending what is in flight; once more ends at once\n"
 
 
 class Ending:
-    """For the length of a ``with`` block SIGINT, SIGTERM and SIGHUP end what is done there, by SystemExit.
+    """A ``with`` block that SIGINT, SIGTERM and SIGHUP end, by SystemExit.
 
     While it is ``patient`` the first of them does but ask for an end, as ``number`` says. What has not ended then ends
     at once by a second one, or after ``patience_s``, since a step may wait for a writer that waits for its disk; and by

@@ -87,11 +87,11 @@ class Store:
 
     @property
     def stores(self) -> list[str]:
-        """Where the stores lie that are read: one, or several as one."""
+        """The places of the stores that are read: one, or several as one."""
         return stores_of(self.reader, self._opened[0])
 
     def store_of(self, ref: str) -> str:
-        """Where the store lies that has a capture."""
+        """The place of the store that has a capture."""
         if not isinstance(self.reader, SeveralReader):
             self.reader.capture(ref)
             return str(self.path)

@@ -97,7 +97,7 @@ class SenderState:
 
     @property
     def share(self) -> Part | None:
-        """What a rank of a group sends; None of a sender that is alone."""
+        """The share that a rank of a group sends; None of a sender that is alone."""
         return self.layout[self.rank] if self.group else None
 
     def greet(self) -> None:

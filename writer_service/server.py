@@ -81,7 +81,7 @@ class Writer:
                 if state.tap is not None and state.address is not None and not state.ended}
 
     def times(self) -> LineTimes:
-        """How long engines waited for room in their rings, and what was at work here."""
+        """The times that engines waited for room in their rings, and what was at work here."""
         told = [state.tap.counters for state in self._senders if state.tap is not None]
         waited = max(((one.waited_copies_seconds, one.waited_sender_seconds, one.waited_writer_seconds)
                       for one in told), key=sum, default=(0.0, 0.0, 0.0))
@@ -90,7 +90,7 @@ class Writer:
                          counters.payload_bytes)
 
     def store_state(self) -> StoreState:
-        """How fast the store takes rows, and the rings of the engines that are connected."""
+        """The rate at which the store takes rows, and the rings of the engines that are connected."""
         rings, now = dict[str, tuple[int, int]](), time.monotonic()
         for state in self._senders:
             if state.tap is not None and state.address is not None and not state.ended and (

@@ -84,7 +84,7 @@ class FollowedBuckets:
             await anyio.to_thread.run_sync(self.look)
 
     def told(self) -> dict[str, Any]:
-        """What capabilities say: the buckets, and of each store which of its heads is read."""
+        """The statements of capabilities: the buckets, and of each store which of its heads is read."""
         stores = [{"url": url, "failed": None, **_told(reader)} for url, reader in self._stores.stores.items()]
         known = {each["url"]: each for each in stores}
         for url, error in self._stores.failed.items():

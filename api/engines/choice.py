@@ -40,7 +40,7 @@ def _weight(prefix: bytes, name: str) -> bytes:
 
 
 def prefix_of(body: Mapping[str, Any], protocol: Protocol, owner: str) -> bytes:
-    """What a prompt begins with, of several the first, and what else divides an engine's cache: model, owner, salt."""
+    """The beginning of a prompt, of several the first, and what else divides an engine's cache: model, owner, salt."""
     prompt = body.get("prompt") if protocol.lists else None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]

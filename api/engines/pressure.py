@@ -1,4 +1,4 @@
-"""What captures in flight ask of the store, against what it takes: told before rows have to be dropped for it.
+"""The rate that captures in flight ask of the store, against what it takes: told before rows have to be dropped.
 
 Nothing is refused or slowed for it, and nobody waits for it: it is arithmetic on numbers that are there.
 """
@@ -89,7 +89,7 @@ class Pressure:
         return total
 
     def store(self) -> dict[str, Any] | None:
-        """What the store takes and how that was measured, None where it is not known."""
+        """The rate that the store takes and how it was measured, None where it is not known."""
         if self._channel is None:
             return None
         state = self._channel.store

@@ -174,7 +174,7 @@ def first_that_can(route: Route, reader: AnyReader, work: Callable[[EngineInfo |
 
 
 def _described(upstream: Upstream, reader: AnyReader) -> EngineInfo | None:
-    """What the engine there says of itself; ApiError 503 where that is not known of one with a name."""
+    """The engine's description of itself; ApiError 503 where that is not known of one with a name."""
     found = reader.engine(upstream.name)
     if found is None and upstream.name:
         raise ApiError(503, "no_engine", "no engine of this name has connected to the writer, so what it can do is "
@@ -208,7 +208,7 @@ def _refusal(failures: Sequence[tuple[Upstream, ApiError]]) -> ApiError:
 
 
 def _told(failures: Sequence[tuple[Upstream, ApiError]]) -> str:
-    """What engines refuse, each reason once with the names of who gives it."""
+    """The refusals of engines, each reason once with the names of those that give it."""
     who: dict[str, list[str]] = {}
     for upstream, error in failures:
         who.setdefault(error.message, []).append(upstream.name)

@@ -1,4 +1,4 @@
-"""How many tokens a second a model server computes for each request that it has, by vLLM's own metrics."""
+"""The rate in tokens a second at which a model server computes each of its requests, by vLLM's own metrics."""
 
 from __future__ import annotations
 

@@ -176,7 +176,8 @@ def is_exact(rows: RowsAt) -> bool:
 
 
 def _found(field: str, source: Source, look: Callable[[str], T]) -> T:
-    """What ``look`` finds under a capture's name; ApiError that names the field where there is nothing for the caller.
+    """The result of ``look`` under a capture's name; ApiError that names the field where there is nothing for the
+    caller.
 
     Another's capture is answered as one that never was.
     """

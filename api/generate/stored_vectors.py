@@ -159,7 +159,7 @@ def _about(path: Path) -> About:
 
 
 def _described(path: Path, file: Any) -> About:
-    """What a file's head says; CorruptError where it says it not."""
+    """The facts in a file's head; CorruptError where they are not there."""
     metadata = file.metadata() or {}
     try:
         width, = file.get_slice("vector").get_shape()

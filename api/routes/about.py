@@ -83,7 +83,7 @@ async def capabilities(request: Request) -> Json:
 
 
 async def _described(service: ApiService, upstream: Upstream) -> tuple[EngineInfo | None, list[int]]:
-    """What the engine there says of itself, None as long as that is not known, and its ranks without a sender."""
+    """The engine's description of itself, None as long as it is not known, and its ranks without a sender."""
 
     try:
         engine, lost = await service.read(lambda reader: _engine_and_lost(reader, upstream.name))
@@ -98,7 +98,7 @@ def _engine_and_lost(reader: AnyReader, name: str) -> tuple[EngineInfo | None, d
 
 
 def _can(engine: EngineInfo | None, lost_ranks: list[int]) -> dict[str, Any]:
-    """What an engine is, and can capture and edit."""
+    """An engine's name and model, and the places that it can capture and edit."""
     if engine is None:
         return {"engine": None, "lost_ranks": [], "armed": {}, "probes": {}, "edits": {}}
     return {
@@ -163,12 +163,12 @@ def _ready(ready: bool, lacking: list[str], told: dict[str, Any]) -> Json:
 
 
 def _lacking(checks: dict[str, str]) -> list[str]:
-    """What is not as it must be, and how it is."""
+    """The checks that failed, and what they found."""
     return [f"{name}: {state}" for name, state in checks.items() if state != "ok"]
 
 
 async def _checks(service: ApiService, upstream: Upstream) -> dict[str, str]:
-    """What is checked of an engine."""
+    """The checks of an engine, with their results."""
     checks = {"engine": await _engine(service, upstream), "upstream": await _upstream(upstream)}
     if service.config.capture_all:
         checks["capture_all"] = await _capture_all(service, upstream)

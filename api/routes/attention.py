@@ -145,7 +145,7 @@ def _answer(request: Request, reader: AnyReader, manifest: Manifest, query: Atte
 
 
 def _asked(manifest: Manifest, query: AttentionQuery) -> tuple[AttentionAsked, Needs]:
-    """What is asked and what that needs, refused under the names of the query's parameters."""
+    """The question and the data that it needs, refused under the names of the query's parameters."""
     try:
         asked = query.asked()
         return asked, needs_of(manifest, asked)

@@ -190,7 +190,9 @@ async def _planned(service: ApiService, asked: CaptureRequest, owner: str, route
 
 
 def _check_content_type(request: Request) -> None:
-    """As vLLM does: a form of a stranger's web page can send JSON too, but never under its own name."""
+    """Refuse what is not called JSON, as vLLM does: a form of a stranger's web page can send JSON too, but never under
+    its own name.
+    """
     found = request.headers.get("content-type", "")
     if found.partition(";")[0].strip().lower() != "application/json":
         raise BadParam("Content-Type", found, "valid: application/json")
@@ -270,7 +272,7 @@ async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -
 
 
 def _words(content: bytes) -> str:
-    """What an error says, behind a colon; empty where it is none of the usual form."""
+    """The text of an error, behind a colon; empty where it is none of the usual form."""
     with contextlib.suppress(ValueError, KeyError, TypeError):
         if isinstance(message := json.loads(content)["error"]["message"], str):
             return f": {message}"

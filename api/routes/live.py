@@ -55,7 +55,7 @@ class EventParameters(Parameters):
 
 
 class LiveParameters(OneSiteQuery):
-    """Which rows are told as they come, from where on."""
+    """The rows that are told as they come, and from where on."""
 
     dtype: Literal["float32", "float16", "bfloat16"] = Field(default="float32", description=", ".join(_DTYPES))
     after: EventId | None = Field(default=None, examples=[17], description=(

@@ -106,7 +106,7 @@ async def tokens(request: Request, ref: Ref, query: Annotated[RangeParameters, Q
 
 
 def _speaker(service: ApiService, reader: AnyReader, capture: Manifest) -> Upstream | None:
-    """Who has the tokenizer of the model that made a capture, its own engine before others; None where nobody has."""
+    """The engine that has the tokenizer of a capture's model, its own before others; None where none has."""
     its = capture.engine.get("name", "")
     for upstream in sorted(service.upstreams, key=lambda each: each.name != its):
         engine = None if upstream.away else reader.engine(upstream.name)

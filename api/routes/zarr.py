@@ -37,7 +37,7 @@ _Key = Annotated[str, Path(description="A key of Zarr: zarr.json, SITE/rows/zarr
 @router.head(_PATH, tags=["captures"], response_class=Response, responses=_ANSWERS,
              description="What GET would answer, without its body: size and ETag.")
 async def zarr_key(request: Request, ref: Ref, key: _Key) -> Response:
-    """What lies under a key; decoded when it is asked for. A chunk is never 404 while its array is there: readers of
+    """The value of a key; decoded when it is asked for. A chunk is never 404 while its array is there: readers of
     Zarr would take that for fill values. So 410, not 404, answers for chunks of a capture that is deleted.
     """
     service = service_of(request)

@@ -160,9 +160,9 @@ class Inside:
                 yield call, call.made[0]
 
     def _predecessor(self, rows: torch.Tensor, kernel: Call) -> torch.Tensor | None:
-        """What became ``rows`` in the last call that made them: its one tensor of that width, or the one that a
-        rotation, which leaves position 0 as it is but for a factor, has turned into them. Where no call made them, what
-        a call made and a rotation may have turned into them.
+        """The tensor that became ``rows`` in the last call that made them: its one tensor of that width, or the one
+        that a rotation, which leaves position 0 as it is but for a factor, has turned into them. Where no call made
+        them, what a call made and a rotation may have turned into them.
         """
         before = [call for call in reversed(self.calls) if call.ended < kernel.began]
         for call in before:

@@ -38,7 +38,7 @@ def _edit(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Te
 
 def _edit_fake(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Tensor], counts: torch.Tensor,
                heads: torch.Tensor | None, first: int) -> None:
-    """Nothing is returned."""
+    """Return nothing."""
 
 
 def _edit_by_torch(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Tensor], counts: torch.Tensor,

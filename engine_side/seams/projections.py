@@ -34,7 +34,7 @@ def _project(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> 
 
 
 def _project_fake(rows: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> None:
-    """Nothing is returned."""
+    """Return nothing."""
 
 
 for _device in ("CPU", "CUDA"):

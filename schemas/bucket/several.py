@@ -259,7 +259,7 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     def captures(self, owner: str | None = None, status: str | None = None, limit: int = 100,
                  before: str | None = None) -> list[CaptureRow]:
-        """As of one store."""
+        """Same as for one store."""
         return self.page(owner, status, limit, before)[0]
 
     def page(self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
@@ -373,7 +373,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         return sum(reader.owner_bytes(owner) for reader in self._every())
 
     def request_bytes(self, owner: str, ulids: Sequence[str]) -> dict[str, int]:
-        """As of one store."""
+        """Same as for one store."""
         told = [reader.request_bytes(owner, ulids) for reader in self._every()]
         return {ulid: sum(each[ulid] for each in told) for ulid in ulids}
 
@@ -387,7 +387,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         return max(found, key=lambda since: since[0])[1] if found else None
 
     def lost_ranks(self, group: str) -> list[int]:
-        """As of one store."""
+        """Same as for one store."""
         return sorted({rank for ranks in self.lost_of_server(group).values() for rank in ranks})
 
     def lost_of_server(self, group: str) -> dict[str, list[int]]:

@@ -24,7 +24,7 @@ class Rows(Scanned, Protocol):
         """The next row, None where there is none."""
 
     def fetchall(self) -> list[Any]:
-        """All that are left."""
+        """The rows that are left."""
 
 
 class Database(Protocol):

@@ -30,7 +30,7 @@ class View(Protocol):
     def lock(self) -> threading.RLock: ...
 
     def moment(self) -> AbstractContextManager[Moment]:
-        """Everything that is read of it inside is of one moment."""
+        """A block in which all reads are of one moment."""
 
     def scan(self, now: Moment, sql: str, args: Sequence[Any]) -> Scanned:
         """The answer to a query of a moment, of which but a part may be taken."""
@@ -101,7 +101,7 @@ class CatalogView:
 
     @contextmanager
     def moment(self) -> Iterator[Moment]:
-        """Everything that is read of it inside is of one moment; nobody else reads meanwhile."""
+        """A block in which all reads are of one moment; nobody else reads meanwhile."""
         with self.lock:
             if self._closed:
                 raise StoreError("read", self.path.parent, "this reader was closed", "open the store again: that of a "

@@ -172,7 +172,7 @@ def _parse_one(number: int, value: object) -> EditSpec:
 
 
 def _check_fields(at: str, spec: EditSpec, value: Mapping[str, Any]) -> None:
-    """Nothing that belongs to another operation, and a site but for ``stop``, which is no change of one."""
+    """Refuse fields of another operation, and an edit without a site unless it is ``stop``, which changes none."""
     fields = _FIELDS[spec.op]
     others = value.keys() - {"op"} if spec.op == "stop" else value.keys() & _OPERANDS
     if wrong := sorted(others - set(fields)):

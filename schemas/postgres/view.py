@@ -42,7 +42,7 @@ class PostgresView:
 
     @contextmanager
     def moment(self) -> Iterator[Moment]:
-        """Everything that is read of it inside is of one push; nobody else reads meanwhile. CatalogError."""
+        """A block in which all reads are of one push; nobody else reads meanwhile. CatalogError."""
         with self.lock:
             if self._closed:
                 raise StoreError("read", str(self.place), "this reader was closed", "open the store again")

@@ -56,6 +56,25 @@ def project() -> dict[str, Any]:
 # ── code ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+# What a docstring does not begin with: a clause in place of the noun or verb that it is about.
+_CLAUSE = re.compile(r"(What|Who|Whoever|Whatever|Where|Wherever|That|Those|How|However|Which|Of|By|As|For|In|From|"
+                     r"Until|All that|Everything that|Nothing|Nobody|So) ")
+
+
+def clauses(source: str) -> list[str]:
+    """First lines of docstrings that begin with a clause."""
+    found = [doc for node in ast.walk(ast.parse(source))
+             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+             and (doc := ast.get_docstring(node))]
+    return [doc.splitlines()[0] for doc in found if _CLAUSE.match(doc)]
+
+
+def test_docstrings_begin_with_a_noun_or_a_verb() -> None:
+    sources = [path for path in tracked() if path.suffix == ".py" and path.relative_to(ROOT).parts[0] in PACKAGES]
+    assert {str(path): found for path in sources if (found := clauses(path.read_text()))} == {}
+    assert clauses('"""Rows."""\ndef f():\n    """What rows are."""') == ["What rows are."]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_only_what_they_may(package: str) -> None:
     files = sorted((ROOT / package).rglob("*.py"))

@@ -40,7 +40,8 @@ _NONE: Final = np.zeros(0, np.int64)
 
 @dataclass(slots=True)
 class BlockSender:
-    """Where blocks go, and what is known to be there: ``there`` has every object's bytes, ``before`` the head's blocks.
+    """The destination of blocks, with what is known to be there: ``there`` has every object's bytes, ``before`` the
+    head's blocks.
 
     What the head before does not name goes under names of ``epoch``. ``verify``: rows are read back too.
     """

@@ -25,7 +25,7 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is wrong with an object that the head ``head`` names; None: the current one."""
+    """A fault of an object that the head ``head`` names; None: the current one."""
 
     key: str
     what: str
@@ -44,7 +44,9 @@ class Lost:
 
 @dataclass(slots=True)
 class BucketReport:
-    """What was looked at; ``lost`` and ``strangers`` are the first ones, and the counts say how many there are."""
+    """Counts of what was looked at; ``lost`` and ``strangers`` are the first ones, and the counts say how many there
+    are.
+    """
 
     url: str
     head: Head

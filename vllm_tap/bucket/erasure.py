@@ -1,4 +1,4 @@
-"""What a push deletes: objects that no head names any more, where a capture was deleted since they went up.
+"""Deletion by a push: objects that no head names any more, where a capture was deleted since they went up.
 
 They are of epochs that are over, so nobody will ever name them again; a push that is cut off here leaves the rest to
 the next one, which sees by the head from where on to look.
@@ -21,7 +21,9 @@ __all__ = ["Erased", "erase"]
 
 @dataclass(slots=True)
 class Erased:
-    """What went; ``retired`` heads still have captures that were deleted, or cannot be read, so that nothing went."""
+    """Counts of what was deleted; ``retired`` heads still have captures that were deleted, or cannot be read, so that
+    nothing went.
+    """
 
     objects: int = 0
     nbytes: int = 0

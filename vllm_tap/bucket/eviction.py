@@ -25,7 +25,9 @@ __all__ = ["Room", "evict", "keep_read_times", "recall_all"]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What an eviction did: bytes that rows take on the disk now, blocks whose rows went, and bytes that they took."""
+    """The result of an eviction: bytes that rows take on the disk now, blocks whose rows went, and bytes that they
+    took.
+    """
 
     local_bytes: int = 0
     blocks: int = 0
@@ -59,7 +61,7 @@ def evict(store: Path, objects: Objects, named: Mapping[int, BlockAt], local_byt
 
 
 def _said(objects: Objects, at: BlockAt) -> dict[str, Stored]:
-    """What the bucket has of a block; BucketError where not all of it."""
+    """The objects of a block in the bucket; BucketError where not all are there."""
     said, lost = lacking(objects, at.key, at.index)
     if lost:
         raise BucketError("evict to", objects.url, f"it has lost what its head names, {lost[0]} first",
@@ -118,7 +120,7 @@ def _rows_file(folder: Path) -> tuple[Path, os.stat_result] | None:
 
 @contextmanager
 def keep_read_times(folder: Path) -> Iterator[None]:
-    """What reads a block's files meanwhile does not count as reading.
+    """Keep the times of a block's last reading: what reads its files meanwhile does not count.
 
     The next that does is noted, also where the file system notes one a day: it notes the first after such a change.
     """

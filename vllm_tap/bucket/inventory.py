@@ -51,7 +51,7 @@ class Inventory:
         self._db.close()
 
     def total(self) -> tuple[int, int]:
-        """How many objects there are, and their bytes."""
+        """The number of objects, and their bytes."""
         count, nbytes = self._db.execute("SELECT COUNT(*), IFNULL(SUM(nbytes), 0) FROM objects").fetchone()
         return int(count), int(nbytes)
 
@@ -78,7 +78,7 @@ class Inventory:
         self.name(iter([head.catalog_key]))
 
     def orphans(self) -> tuple[int, int, int]:
-        """Of objects of ours that no head names: how many, their bytes, and when the oldest was written."""
+        """The objects of ours that no head names: how many, their bytes, and when the oldest was written."""
         count, nbytes, oldest = self._db.execute(
             f"SELECT COUNT(*), IFNULL(SUM(nbytes), 0), IFNULL(MIN(modified_ms), 0) {_ORPHANS}").fetchone()
         return int(count), int(nbytes), int(oldest)
@@ -95,7 +95,7 @@ class Inventory:
             yield part
 
     def strangers(self, most: int) -> tuple[int, list[str]]:
-        """How many objects are not ours, and the first of them."""
+        """The number of objects that are not ours, and the first of them."""
         count, = self._db.execute("SELECT COUNT(*) FROM objects WHERE stranger").fetchone()
         return int(count), [key for key, in self._db.execute(
             "SELECT key FROM objects WHERE stranger ORDER BY key LIMIT ?", (most,))]

@@ -1,4 +1,4 @@
-"""Which heads a store's folder pushed: a head that it does not know is of a later state of the store, or of a copy."""
+"""Heads that a store's folder pushed: a head that it does not know is of a later state of the store, or of a copy."""
 
 from __future__ import annotations
 

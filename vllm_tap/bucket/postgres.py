@@ -35,7 +35,7 @@ _LIVELY: Final = """SET LOCAL tcp_keepalives_idle = 15; SET LOCAL tcp_keepalives
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """What a push did to the catalog at ``place``: rows that it sent, and that it removed or replaced.
+    """The result of a push in the catalog at ``place``: rows that it sent, and that it removed or replaced.
 
     ``whole``: all rows were sent. ``outrun``: another push was first, and brings its own.
     """
@@ -111,7 +111,7 @@ class PostgresCatalog:
             return None
 
     def _there(self, connection: Any) -> _There | None:
-        """What is there; CatalogError where it belongs to another bucket."""
+        """The catalog that is there; CatalogError where it belongs to another bucket."""
         if connection.execute("SELECT to_regclass(%s)", (f"{self._schema}.head",)).fetchone() == (None,):
             return None
         found = connection.execute(f"SELECT version, url, push, head FROM {self._schema}.head").fetchone()

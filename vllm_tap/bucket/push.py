@@ -67,7 +67,8 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """What a push did. ``superseded`` blocks were in the head before and are not any more; they stay in the bucket.
+    """The result of a push. ``superseded`` blocks were in the head before and are not any more; they stay in the
+    bucket.
 
     ``retired``: the push that was taken over from, whose head stays whole; ``only_retired`` captures are there alone.
     """
@@ -183,7 +184,7 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
 
 def _bring_catalog(postgres: PostgresCatalog, made: Head, snapshot: Path, before: Head | None
                    ) -> Brought | CatalogError:
-    """What the catalog in Postgres got. The error, where it got nothing, is told once all else is done."""
+    """The rows that the catalog in Postgres got. The error, where it got nothing, is told once all else is done."""
     try:
         return postgres.bring(made, snapshot, snapshot.with_name("before.sqlite"),
                               None if before is None else before.push)
@@ -224,7 +225,7 @@ def _blocks_of(objects: Objects, head: Head | None, work: Path) -> tuple[dict[in
 
 
 def _check_ahead(store: Path, url: str, before: Path, takes_over: bool) -> int:
-    """How many captures the head has and the store has not; FencedError where that must not be.
+    """The number of captures that the head has and the store has not; FencedError where that must not be.
 
     A capture that was deleted by a later push is not brought back by a take-over either.
     """

@@ -99,7 +99,8 @@ def forget(url: str, push: str) -> int:
 
 
 def _alone(objects: Objects, head: Head, retired: Head) -> int:
-    """How many captures a retired head has that the current one never had; ArgumentError where one is on hold."""
+    """The number of captures that a retired head has and the current one never had; ArgumentError where one is on hold.
+    """
     with tempfile.TemporaryDirectory(prefix="vllm-tap-fsck-") as work:
         now, then = Path(work) / "now.sqlite", Path(work) / "then.sqlite"
         fetch_snapshot(objects, head, now)

@@ -23,7 +23,7 @@ _STEP_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class BlockAt:
-    """Where a block lies in the bucket, and its index."""
+    """The place of a block in the bucket, and its index."""
 
     key: str
     index: Stored
@@ -31,7 +31,7 @@ class BlockAt:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """How many captures are in a snapshot, and how many are not yet."""
+    """The numbers of captures that are in a snapshot, and that are not yet."""
 
     taken: int
     left_out: int
@@ -39,7 +39,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """What a bucket says that a store does not: captures that this has not whole, and those deleted there alone.
+    """The statements of a bucket that its store lacks: captures that this has not whole, and those deleted there alone.
 
     The first of each, and how many.
     """
@@ -51,7 +51,7 @@ class Ahead:
 
 
 def ahead_of(store: Path, head: Path) -> Ahead:
-    """What the snapshot of a head says that the store's catalog does not. A catalog forgets no id, not of a capture
+    """The statements of a head's snapshot that the store's catalog lacks. A catalog forgets no id, not of a capture
     that was deleted either.
     """
     final = ", ".join(f"'{status}'" for status in sorted(FINAL))

@@ -75,7 +75,7 @@ def push(
 
 
 def _tell(done: Pushed, evicts: bool) -> None:
-    """What a push did, in lines."""
+    """Print the result of a push, in lines."""
     print(f"{done.url}: generation {done.generation}" + ("" if done.changed else ", nothing is new")
           + f"; {done.captures:,} captures in {done.blocks:,} blocks, {done.new_blocks:,} of them new "
           f"({done.new_bytes / 1e9:.3f} GB sent)")

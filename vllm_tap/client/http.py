@@ -54,7 +54,7 @@ _PAUSE_S_MAX: Final = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a generation asks for beside text."""
+    """The parts of a generation's request beside its text."""
 
     capture: Spec | None = None
     edit: Edits | None = None

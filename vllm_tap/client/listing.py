@@ -57,7 +57,7 @@ class Filters:
             _ms(name, when)
 
     def capture_filter(self) -> CaptureFilter:
-        """What a store's reader takes."""
+        """The filter that a store's reader takes."""
         site = None if self.site is None else ask_site(self.site)[0]
         return CaptureFilter(list(self.tags.items()), self.model, site, _ms("since", self.since),
                              _ms("until", self.until), self.text)
@@ -70,7 +70,7 @@ class Filters:
         return {name: value for name, value in asked.items() if value is not None}
 
     def of(self, reader: HasPages, limit: int | None = None, before: str | None = None) -> Iterator[CaptureRow]:
-        """What is wanted of a store, newest first, page by page as it is taken."""
+        """The wanted captures of a store, newest first, page by page as they are taken."""
         return filtered(reader, self.status, self.capture_filter(), limit, before)
 
     @staticmethod
@@ -100,7 +100,7 @@ class Filters:
 
 def filtered(reader: HasPages, status: str | None, chosen: CaptureFilter, limit: int | None, before: str | None
            ) -> Iterator[CaptureRow]:
-    """What of a store passes, newest first, page by page as it is taken."""
+    """The captures of a store that pass, newest first, page by page as they are taken."""
     return Filters.pages(lambda count, after: reader.page(None, status, count, after, chosen), limit, before)
 
 

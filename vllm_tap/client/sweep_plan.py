@@ -85,14 +85,14 @@ class Prepared:
 
     @property
     def name_of_metric(self) -> str:
-        """What is measured, for people and for a file that is gone on with."""
+        """The name of the measure, for people and for a file that a run goes on with."""
         if isinstance(self.metric, LogitDifference):
             return f"logit of {self.metric.right!r} less that of {self.metric.wrong!r}"
         return str(getattr(self.metric, "__qualname__", type(self.metric).__name__))
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that a cell's measure depends on; rows by their digest."""
+        """The inputs that a cell's measure depends on; rows by their digest."""
         digest = xxhash.xxh3_128()
         for place in sorted(self.rows):
             digest.update(np.ascontiguousarray(self.rows[place]).tobytes())

@@ -21,7 +21,7 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PatchSweep:
-    """What each row of the clean run gives back: ``values`` float64 [sites, layers, positions], 1 as the clean prompt,
+    """The effect of each row of the clean run: ``values`` float64 [sites, layers, positions], 1 as the clean prompt,
     0 as the corrupted one; NaN where a site is not armed in a layer.
 
     ``metric`` has the measures themselves, of the same shape; ``clean`` and ``corrupted`` are token ids.

@@ -36,7 +36,7 @@ class DemoServer:
                                             stderr=subprocess.STDOUT, start_new_session=keep)
 
     def wait_ready(self, tell: Callable[[str], None]) -> None:
-        """Until all services are ready; TapError with the last lines where the server ends instead."""
+        """Wait until all services are ready; TapError with the last lines where the server ends instead."""
         began = time.monotonic()
         told = 0
         while "vllm-tap is ready" not in (said := self.log.read_text(errors="replace")):

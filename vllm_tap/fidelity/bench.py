@@ -42,7 +42,7 @@ class Unpublished(TapError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one prompt: its greedy continuation, the rows of the last norm and, where they were asked for, of
+    """The answer to one prompt: its greedy continuation, the rows of the last norm and, where they were asked for, of
     the place [positions, width].
     """
 
@@ -62,13 +62,13 @@ class Bench:
 
     @property
     def arms(self) -> Arms:
-        """What is armed for edits."""
+        """The places that are armed for edits."""
         found: Arms = self.engine.input_processor.vllm_tap_arms
         return found
 
     @property
     def dtype(self) -> str:
-        """That of the model: float32, bfloat16, …"""
+        """The dtype of the model: float32, bfloat16, …"""
         return str(self.engine.model_config.dtype).removeprefix("torch.")
 
     def unedited(self, prompts: I64, generated: bool = False) -> list[Answer]:
@@ -80,7 +80,7 @@ class Bench:
         return [self._answer(name, tokens, None) for name, tokens in names]
 
     def captured(self, prompts: I64, sites: Sequence[str], layer: int) -> list[tuple[Manifest, dict[str, F32]]]:
-        """Of each prompt [prompts, positions] what its capture says of itself, and by site the rows of a layer, as they
+        """The manifest of each prompt's capture ([prompts, positions]), and by site the rows of a layer, as they
         are.
         """
         found = self._ended(prompts, {"sites": list(sites), "codec": "raw", "layers": [layer], "positions": "prompt"},

@@ -50,7 +50,7 @@ def round_trip(identity: str, rows: F32, dtype: str) -> F32:
 
 
 def _pieces(identity: str, rows: F32, dtype: str) -> dict[str, npt.NDArray[Any]]:
-    """What the engine makes of rows."""
+    """The bytes that the engine makes of rows, by stream."""
     given = torch.from_numpy(rows).to(_DTYPES[dtype])
     return {name: piece.numpy() for name, piece in encode(identity, given).items()}
 

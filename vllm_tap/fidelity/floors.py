@@ -16,7 +16,7 @@ _SHARE: Final = 0.4  # of the memory that is free
 
 
 def arithmetic_floor(model: str, tokens: I64) -> tuple[list[float], str]:
-    """By prompt the KL of a bfloat16 forward to a float32 one of the first 64 of ``tokens`` [prompts, positions],
+    """The KL by prompt of a bfloat16 forward to a float32 one of the first 64 of ``tokens`` [prompts, positions],
     without position 0, and how it was measured; ([], why) where it was not.
     """
     import torch

@@ -101,7 +101,7 @@ def refuse(engine_args: Sequence[str], names: Sequence[str], why: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a job comes to on its model."""
+    """The plan of a job on its model."""
 
     sites: tuple[str, ...]
     tokens: int
@@ -138,7 +138,7 @@ def publish(out: Path, report: Report) -> None:
 
 
 def prepared(job: FidelityJob) -> Made:
-    """What is measured, held against the model before any engine; ArgumentError."""
+    """The plan of what is measured, held against the model before any engine; ArgumentError."""
     from transformers import AutoTokenizer
 
     listed = describe(job.model, load_config(job.model))
@@ -166,7 +166,7 @@ def prepared(job: FidelityJob) -> Made:
 
 
 def _attended(there: set[str]) -> tuple[str, ...]:
-    """What of these sites attention takes; nothing where it lacks queries or keys."""
+    """The sites among these that attention takes; none where it lacks queries or keys."""
     if not there.issuperset(attention.SITES):
         return ()
     return (*attention.SITES, *(attention.CHECKED if there.issuperset(attention.CHECKED) else ()))
@@ -274,7 +274,7 @@ def _codecs(job: FidelityJob, info: Any, site: str) -> list[str]:
 
 
 def _attention(job: FidelityJob, made: Made, bench: Bench, info: Any) -> attention.Attended:
-    """Of the layer in the middle of those that are measured; Unpublished where there is none."""
+    """The attention of the layer in the middle of those that are measured; Unpublished where there is none."""
     if not made.attended:
         raise Unpublished(f"{' and '.join(attention.SITES)} of this model are not in the table of architectures")
     layers = [layer for layer in info.armed.sites[attention.SITES[0]] if not job.layers or layer in job.layers]
@@ -312,7 +312,7 @@ def floors(job: FidelityJob, made: Made, bench: Bench, batch: int, settings: dic
 
 
 def _check_controls(report: Report) -> None:
-    """What is wrong on purpose must be told: else no number of this run means anything."""
+    """Check that every fault put in on purpose was told: else no number of this run means anything."""
     for place in report.places:
         controls = {one.name: float(np.mean(one.prompts["kl"])) for one in place.patched if one.kind == "control"}
         if not controls:
@@ -332,7 +332,7 @@ def _check_controls(report: Report) -> None:
 
 
 def model_of(bench: Bench, job: FidelityJob) -> dict[str, Any]:
-    """What a report says of its model."""
+    """The description of the model in a report."""
     import torch
     import vllm
 
@@ -352,6 +352,6 @@ def _settings(job: FidelityJob, made: Made, batch: int, dtype: str) -> dict[str,
 
 
 def few_prompts(count: int) -> dict[str, str]:
-    """What a report says where its intervals are too narrow."""
+    """The note of a report whose intervals are too narrow."""
     return {} if count >= _PROMPTS_FEW else {
         "intervals": f"of fewer than {_PROMPTS_FEW} prompts they are too narrow: take more before much hangs on them"}

@@ -1,4 +1,4 @@
-"""What a run is known by, and what it has measured so far, on disk: one that was ended goes on where it was."""
+"""Identity of a run, and its measurements so far, on disk: a run that was ended goes on where it was."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Kept:
         return place_of(self._write({"place": asdict(make())})["place"])
 
     def part(self, name: str, make: Callable[[], Any]) -> dict[str, Any]:
-        """What is measured of the whole model, a dataclass; where that was not to be had, ``why``."""
+        """The measurement ``name`` of the whole model, a dataclass; where that was not to be had, ``why``."""
         for line in self._lines:
             if name in line:
                 return dict(line[name])

@@ -117,7 +117,7 @@ def _write_tokenizer(folder: Path, corpus: Corpus) -> Any:
 
 
 def _tokens(tokenizer: Any, corpus: Corpus, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """At least ``most`` tokens of the documents that are not held out, in an order of chance, each led by 0."""
+    """Tokens, at least ``most``, of the documents that are not held out, in an order of chance, each led by 0."""
     found: list[int] = []
     for number in np.random.default_rng(1).permutation(len(corpus.fitted)).tolist():
         found += [0, *tokenizer(corpus.fitted[number], add_special_tokens=False, verbose=False)["input_ids"]]

@@ -74,9 +74,9 @@ def interval(values: F64, statistic: Callable[..., Any] | None = None, *, confid
 
 
 def verdict(found: Interval, free: float, bar: float, prompts: int) -> Verdict:
-    """What the bounds of a cost (smaller is better) say: *free* at or below ``free``, *within* ``bar``, *beyond* it, or
-    *undecided*, where the interval lies on both sides of the bar or the bar is no number; *broken* where the cost is no
-    finite number.
+    """The verdict on the bounds of a cost (smaller is better): *free* at or below ``free``, *within* ``bar``, *beyond*
+    it, or *undecided*, where the interval lies on both sides of the bar or the bar is no number; *broken* where the
+    cost is no finite number.
     """
     if not all(map(math.isfinite, (found.value, found.low, found.high))):
         return Verdict("broken")

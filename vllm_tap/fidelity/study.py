@@ -256,7 +256,7 @@ def tally(name: str, kind: str, row_bytes: int, compared: Sequence[Compared], le
 
 
 def engine_floor(bench: Bench, tokens: I64, batch: int) -> list[float]:
-    """By prompt the KL of a run in a batch to a run alone: what the engine itself does not promise."""
+    """The KL by prompt of a run in a batch to a run alone: what the engine itself does not promise."""
     chunk = tokens[:batch]
     together = bench.unedited(chunk)
     alone = [bench.unedited(chunk[at:at + 1])[0] for at in range(len(chunk))]
@@ -273,7 +273,7 @@ def _bits(rows: F32) -> Any:
 
 
 def unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
-    """What is not the same, bit for bit; empty where nothing is."""
+    """The differences, bit for bit; empty where there are none."""
     for at, (a, b) in enumerate(zip(one, other, strict=True)):
         if a.tokens != b.tokens:
             return f"the answer to prompt {at}"
@@ -283,7 +283,7 @@ def unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
 
 
 def first_unlike(one: Sequence[Answer], other: Sequence[Answer]) -> dict[int, int]:
-    """By prompt the first position whose row of the last norm is not the same, bit for bit; without those that have
+    """The first position by prompt whose row of the last norm is not the same, bit for bit; without those that have
     none.
     """
     firsts = {}

@@ -161,7 +161,7 @@ def _windows(text: str, tokenizer: Any, length: int, python: bool, most: int = 6
 
 
 def _marks(text: str) -> Bools:
-    """For each character of Python's source whether it is in a string or a comment, by Python's own tokenizer."""
+    """A mask of the characters of Python's source that are in a string or a comment, by Python's own tokenizer."""
     marks, starts = np.zeros(len(text) + 1, bool), [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))

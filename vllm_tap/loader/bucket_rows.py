@@ -34,8 +34,8 @@ class BucketRows:
         self._bucket = bucket
 
     def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored], token_id: I64) -> None:
-        """As of a folder. NotFoundError where a row's capture was deleted since, CorruptError and BucketError where the
-        bucket has not what it must have.
+        """Same as for a folder. NotFoundError where a row's capture was deleted since, CorruptError and BucketError
+        where the bucket has not what it must have.
         """
         try:
             self._fill(chosen, slots, stored, token_id)

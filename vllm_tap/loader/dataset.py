@@ -175,7 +175,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         self.epoch, self._resume = int(state["epoch"]), dict(state)
 
     def _order(self) -> dict[str, Any]:
-        """All that the order of the rows follows from, beside the epoch and the workers."""
+        """The inputs that the order of the rows follows from, beside the epoch and the workers."""
         return {"rows": self.rows, "names": self.names, **asdict(self.plan), "order": self._digest}
 
     def _state(self, workers: int, done: dict[int, int], turn: int = 0) -> dict[str, Any]:

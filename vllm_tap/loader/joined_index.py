@@ -44,7 +44,7 @@ class JoinedIndex:
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """As of each store, and so are these."""
+        """Same as for each store, and so are these."""
         return self.parts[0].keys
 
     @property

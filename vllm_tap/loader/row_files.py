@@ -103,7 +103,7 @@ class RowFiles:
                     token_id[where] = found
 
     def _beyond(self) -> StoreReader:
-        """Who reads evicted rows, which knows of all that moved since."""
+        """The reader of evicted rows, which knows of all that moved since."""
         if self._reader is None:
             self._reader = StoreReader(self.index.store, self.index.cache, self.index.cache_bytes,
                                        sweepers=self._sweepers)

@@ -176,7 +176,7 @@ def _check_whole(reader: StoreReader | BucketReader, row: CaptureRow, by_site: d
 
 def _places(reader: StoreReader | BucketReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None,
             allow_missing: bool) -> dict[str, list[Places]] | None:
-    """By site, the places of the positions that all sites have; None where there are none."""
+    """The places, by site, of the positions that all sites have; None where there are none."""
     try:
         places = {site: reader.places(row.id, site, layers) for site, layers in by_site.items()}
     except NotFoundError:
@@ -202,7 +202,7 @@ def _only(part: Places, common: npt.NDArray[np.uint32]) -> Places:
 
 
 def _kinds(found: list[Found], site: str) -> tuple[RowFormat, ...]:
-    """How all captures store a site's rows: in one piece, or by the columns that each rank has."""
+    """The formats in which all captures store a site's rows: in one piece, or by the columns that each rank has."""
     kinds = {tuple(RowFormat(part.codec, part.dtype, part.width) for part in places[site]) for _, places in found}
     if len(kinds) > 1:
         shown = "; ".join(sorted(f"{kind[0].codec}, {kind[0].dtype}, width "

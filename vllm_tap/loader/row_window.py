@@ -36,8 +36,8 @@ class WindowMemory:
         return WindowMemory, ()
 
     def take(self, index: AnyIndex, rows: int) -> list[Stored]:
-        """By key and stream uint8 [at least rows, piece bytes]: what was given back, unless someone looks at it still
-        or it is too small; then fresh memory.
+        """Buffers by key and stream, uint8 [at least rows, piece bytes]: what was given back, unless someone looks at
+        it still or it is too small; then fresh memory.
         """
         free, self._free = self._free, None
         if free is not None and len(next(iter(free[0].values()))) >= rows and not any(ref() is not None

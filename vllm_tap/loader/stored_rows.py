@@ -35,7 +35,7 @@ class JoinedRows:
         return with_parts(self._index, parts)
 
     def fill(self, chosen: I64, slots: I64, stored: Sequence[Stored], token_id: I64) -> None:
-        """As of one store."""
+        """Same as for one store."""
         store = self._ends.searchsorted(chosen, side="right")
         for number in np.unique(store).tolist():
             part = self._index.parts[number]

@@ -56,7 +56,7 @@ def _lines(times: LineTimes | None, share: str, durability: str, words: _Words, 
 
 
 def _limit(times: LineTimes, durability: str, words: _Words) -> tuple[str, list[str]]:
-    """What was waited for longest, and what makes that faster."""
+    """The stage that was waited for longest, and what makes it faster."""
     if times.copies > max(times.sender, times.writer):
         return f"copies from the device ({times.copies:.2f} s)", []
     if times.sender > times.writer:

@@ -197,7 +197,8 @@ def _open_captures(reader: StoreReader) -> set[str]:
 
 
 def _await_ends(path: Path, strangers: set[str], wait_s: float) -> None:
-    """Until every capture that a client saw the end of has ended in the store too: its rows may be on their way."""
+    """Wait until every capture that a client saw the end of has ended in the store too: its rows may be on their way.
+    """
     end_s = time.monotonic() + wait_s
     with StoreReader(path) as reader:
         while left := _open_captures(reader) - strangers:

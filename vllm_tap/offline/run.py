@@ -217,7 +217,7 @@ def _await_ends(store: Path, tally: Tally, timeout_s: float) -> Counter[str]:
 
 
 def _print_limit(console: Console, writers: list[WriterProcess], tally: Tally, job: CaptureJob) -> None:
-    """For what generation waited, however it ended; nothing where it never began."""
+    """Print for what generation waited, however it ended; nothing where it never began."""
     if writers and tally.began_s:
         for said in limit_lines(writers[0].times, tally.generated_s, job):
             console.print(said, markup=False, soft_wrap=True)

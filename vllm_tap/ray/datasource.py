@@ -113,7 +113,7 @@ class CaptureDatasource(Datasource):  # type: ignore[misc]  # Ray is not looked 
         return self.columns if projected is None else tuple(name for name in projected if name in self.columns)
 
     def _picked(self) -> list[I64]:
-        """By store the numbers of the rows that a condition chooses, ascending."""
+        """The numbers of the rows that a condition chooses, by store, ascending."""
         condition, picked, first = self.get_current_predicate(), [], 0
         for index in self._rows():
             rows = np.arange(index.rows)
@@ -125,6 +125,6 @@ class CaptureDatasource(Datasource):  # type: ignore[misc]  # Ray is not looked 
 
 
 def _known(index: RowIndex, first: int) -> pyarrow.Table:
-    """What an index knows of each row; ``first`` rows are before it."""
+    """The columns that an index knows of each row; ``first`` rows are before it."""
     names = pyarrow.array(index.captures, pyarrow.large_string()).take(pyarrow.array(index.capture))
     return pyarrow.table([names, index.position.astype(np.int64), first + np.arange(index.rows)], schema=_KNOWN)

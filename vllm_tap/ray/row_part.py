@@ -1,4 +1,4 @@
-"""What one task of Ray Data reads: some rows of a store, as a table of Arrow."""
+"""The part that one task of Ray Data reads: some rows of a store, as a table of Arrow."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def index_again(chosen: Chosen, keys: tuple[Key, ...], codec: str | None) -> Row
 
 
 def _homes(stores: Sequence[OneStore]) -> dict[str, int]:
-    """By capture that has ended the number of its store: the first that has it complete, else the first that has it."""
+    """The store's number of each capture that has ended: the first that has it complete, else the first that has it."""
     home: dict[str, int] = {}
     complete: set[str] = set()
     for number, store in enumerate(stores):

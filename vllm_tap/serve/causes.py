@@ -49,7 +49,7 @@ class Causes:
 
     @property
     def cause(self) -> str | None:
-        """In a line; None where nothing was said."""
+        """The cause in a line; None where nothing was said."""
         return self.ours or self.raised
 
 

@@ -118,7 +118,7 @@ class ModelConfig:
             raise ArgumentError(f"--{error.field}", error.value, error.reason) from None
 
     def armed_for_edits(self, asked: EditArms, probes: Sequence[Registered]) -> Arms | None:
-        """What an engine that is started so holds edits against; None where that is not known before it is.
+        """The arms of an engine that is started so, which it holds edits against; None where they are not known before.
 
         Of the longest request nothing is known.
         """
@@ -171,7 +171,9 @@ def read_config(model: str, engine_args: Sequence[str]) -> ModelConfig | None:
 
 
 def config_of(whole: Mapping[str, Any]) -> ModelConfig:
-    """What a config.json says of captures; KeyError, TypeError, AttributeError where it is none of a model."""
+    """The facts that a config.json states for captures; KeyError, TypeError, AttributeError where it is none of a
+    model.
+    """
     text = whole.get("text_config", whole)
     names = tuple(map(str, whole["architectures"]))
     n_layers, hidden, heads = (_number(text, *keys) for keys in (

@@ -62,7 +62,7 @@ class Supervisor:
         self._status = 0
 
     async def run(self) -> int:
-        """Until a signal, or the end of a child that ends the whole; the exit status (0 after a signal)."""
+        """Run until a signal, or the end of a child that ends the whole; the exit status (0 after a signal)."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number)

@@ -64,8 +64,8 @@ class WriterProcess:
 
     @property
     def times(self) -> LineTimes | None:
-        """What it told at its end of waiting for room, nothing of it where nobody waited; None where it did not end in
-        order.
+        """The times of waiting for room that the writer told at its end, all 0 where nobody waited; None where it did
+        not end in order.
         """
         if not any(line.startswith("writer stopped") for line in self._lines):
             return None

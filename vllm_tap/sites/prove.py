@@ -45,6 +45,6 @@ def prove(model: str, words: Sequence[str] = (), environment: Mapping[str, str] 
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """That of the child: its engine lives in its own process, and has no taps."""
+    """The environment of the child: its engine lives in its own process, and has no taps."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_TAP_", "VLLM_ACT_"))}
     return {**inherited, **more, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}

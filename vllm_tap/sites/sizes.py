@@ -97,7 +97,7 @@ def size(config: ModelConfig, spec: CaptureSpec, arm: tuple[str, ...] = (), *, s
 
 
 def _had(config: ModelConfig, site: str, layers: list[int]) -> list[int]:
-    """Those of the layers that have the site, as far as that is known."""
+    """The layers that have the site, as far as that is known."""
     known = config.layers_of(site)
     return layers if known is None else [layer for layer in layers if layer in known]
 

@@ -45,7 +45,7 @@ class PlaceOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SiteFaults:
-    """By fault what told of it at a site and layer; [] of one that nothing told of."""
+    """Findings by fault at a site and layer; [] of one that nothing told of."""
 
     site: str
     layer: int
@@ -60,7 +60,7 @@ class SiteFaults:
 
 @dataclass(slots=True)
 class Outcome:
-    """What was found; ``failed``: what is wrong with all of it."""
+    """The findings; ``failed``: what is wrong with all of it."""
 
     dtype: str
     vllm_version: str

@@ -44,7 +44,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """All that was seen of a request; ``chances``: by token generated, those of the likeliest and its own."""
+    """Observations of a request; ``chances``: by token generated, those of the likeliest and its own."""
 
     tokens: tuple[int, ...]
     chances: tuple[dict[int, float], ...]
@@ -64,18 +64,18 @@ class Laboratory:
 
     @property
     def arms(self) -> Arms:
-        """What is armed for edits."""
+        """The places that are armed for edits."""
         found: Arms = self.engine.input_processor.vllm_tap_arms
         return found
 
     @property
     def places(self) -> list[Place]:
-        """All that can be edited."""
+        """The places that can be edited."""
         return [(site, layer) for site, layers in self.arms.layers.items() for layer in layers]
 
     @property
     def dtype(self) -> str:
-        """That of the model: float32, bfloat16, …"""
+        """The dtype of the model: float32, bfloat16, …"""
         return str(self.engine.model_config.dtype).removeprefix("torch.")
 
     def downstream(self) -> list[Place]:
@@ -149,7 +149,7 @@ def patched(place: Place, rows: F32) -> dict[str, Any]:
 
 
 def differences(one: Seen, other: Seen, signs: bool = True) -> list[str]:
-    """What is not the same, bit for bit; without ``signs`` zeros of both signs are."""
+    """The differences, bit for bit; without ``signs`` zeros of both signs are."""
     found = []
     if one.tokens != other.tokens:
         at = next(at for at, pair in enumerate(zip(one.tokens, other.tokens, strict=True)) if pair[0] != pair[1])

@@ -37,7 +37,7 @@ class StoreRate:
         threading.Thread(target=self._probe, args=(folder,), name="store-rate", daemon=True).start()
 
     def quiet(self) -> None:
-        """Nothing waits to be received: until the next commit ends, the store is not what holds rows up."""
+        """Note that nothing waits to be received: until the next commit ends, the store is not what holds rows up."""
         self._ended = None
 
     def start(self) -> None:

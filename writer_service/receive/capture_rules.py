@@ -244,7 +244,9 @@ class CaptureRules:
         return effect
 
     def _from_opener(self, stream: str, record: Finish | PartFinish | Dropped, member: Member) -> Effect:
-        """What only those may say who opened the capture or joined it, of what they themselves send of it."""
+        """The effect of a record that only those may send who opened the capture or joined it, of what they send
+        themselves.
+        """
         state = self.get(record.capture)
         begun: CaptureState | PartState | None = state
         if state is not None and member.rank != LEADER:

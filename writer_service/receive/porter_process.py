@@ -41,12 +41,12 @@ class Shares:
 
     @property
     def remote_peer(self) -> int:
-        """Of the remote ones, those of one address."""
+        """The remote connections that one address may hold."""
         return min(limits.connections_peer_max, max(_PEER_MIN, self.remote // 4))
 
 
 def shares_of(descriptors: int) -> Shares:
-    """What is left beside the reserve for files: a connection takes one, a ring two.
+    """The shares of what is left beside the reserve for files: a connection takes one, a ring two.
 
     StartError where it is too little to begin with.
     """
@@ -117,7 +117,7 @@ class PorterProcess:
         return since_s
 
     def close(self) -> None:
-        """What it still has to send it sends; it ends by itself, a moment later at most, or is killed."""
+        """Let it send what it still has; it ends by itself, a moment later at most, or is killed."""
         self._let_go()
         for threshold in self._thresholds:
             threshold.listener.close()

@@ -167,7 +167,7 @@ class Senders:
         return None
 
     def _engine_of(self, hello: Hello) -> EngineInfo | None:
-        """What a stream that greets without a word of it said of itself before."""
+        """The description that a stream gave of itself before, if it greets without one."""
         known = engine_json(self._db, hello.stream)
         return msgspec.convert(known, EngineInfo) if known else None
 

@@ -24,7 +24,7 @@ _SILENT: Final = 4  # times as long as an engine may be silent: a leader on anot
 
 @dataclass(slots=True)
 class _Wait:
-    """How long a capture has waited (monotonic), and the number below which its leader's Open must be."""
+    """The time since which a capture has waited (monotonic), and the number below which its leader's Open must be."""
 
     since_s: float
     below: tuple[str, int] | None = None  # the leader's stream, and a number

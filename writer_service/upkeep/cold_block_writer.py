@@ -216,7 +216,7 @@ class ColdBlockWriter:
                  "first_seq": min(numbers), "last_seq": max(numbers)} for key, numbers in seqs.items()]
 
     def _steps(self) -> npt.NDArray[np.uint64] | None:
-        """By row the step that computed it, NO_STEP where its sender told none; None where none did."""
+        """The step that computed each row, NO_STEP where its sender told none; None where none did."""
         told = [(steps_of(source.view.frame), source.rows) for source in self.sources]
         return joined_steps([None if steps is None else steps[rows] for steps, rows in told],
                             [len(rows) for _, rows in told])

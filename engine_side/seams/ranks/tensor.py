@@ -47,7 +47,8 @@ def group_of(vllm_config: Any) -> str:
 
 
 def instance_of(vllm_config: Any) -> str:
-    """So of an engine of one rank too, which does not know whether its server has others; "" where it was given none.
+    """The name that this engine's server gave it, "" where it gave none; an engine of one rank has one too, since it
+    does not know whether its server has others.
     """
     if not (started := os.environ.get(GROUP, "")):
         return ""

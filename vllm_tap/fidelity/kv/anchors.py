@@ -1,4 +1,4 @@
-"""What others have published in the metric of this laboratory, with a date and a source; none of it is measured here.
+"""Figures that others have published in the metric of this laboratory, with date and source; none is measured here.
 
 The metric is KL in nats, the mean over positions, of a model with a coded cache against the same model's logits: what
 in-forward measures. Figures in another metric (perplexity alone, answers to benchmarks) are left out, and so are those

@@ -39,12 +39,12 @@ _OWN: Final = re.compile(r"([A-Za-z][A-Za-z0-9_.-]{0,63})=([A-Za-z_][\w.]*):([A-
 
 
 class KVCodec(Protocol):
-    """What a codec is. ``what``: "k" or "v"; rows are [tokens, heads, head] in the model's dtype, keys after the rotary
-    embedding. Each token is coded by itself: any number of tokens may come at once, one as well.
+    """The face of a codec. ``what``: "k" or "v"; rows are [tokens, heads, head] in the model's dtype, keys after the
+    rotary embedding. Each token is coded by itself: any number of tokens may come at once, one as well.
     """
 
     def encode(self, rows: torch.Tensor, what: str) -> Pieces:
-        """All that is kept of rows, scales and what else it takes included: tensors [tokens, ...] by name."""
+        """The tensors that are kept of rows, scales and what else it takes included: tensors [tokens, ...] by name."""
 
     def decode(self, pieces: Pieces, heads: int, head: int, what: str) -> torch.Tensor:
         """Rows [tokens, heads, head] of any float dtype, from the pieces alone."""
@@ -55,7 +55,8 @@ class KVCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """Where rows stand: the number of their ``prompt``, ``layer``, ``positions`` int64 [rows], ``what``: "k" or "v"."""
+    """The place of rows: the number of their ``prompt``, ``layer``, ``positions`` int64 [rows], ``what``: "k" or "v".
+    """
 
     prompt: int
     layer: int
@@ -76,7 +77,7 @@ class Coded(Protocol):
         """Rows [rows, heads, head] through it, in their own dtype."""
 
     def digest(self, heads: int, head: int, dtype: torch.dtype) -> str:
-        """What tells it from another of its name."""
+        """A digest that tells the codec from another of its name."""
 
 
 @dataclass(frozen=True, slots=True)

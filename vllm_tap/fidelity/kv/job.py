@@ -131,7 +131,7 @@ def _context(made: Made) -> int:
 
 
 def _window(job: KVJob, made: Made) -> Window | None:
-    """That of rolling, None where it is not measured."""
+    """The window of rolling, None where that is not measured."""
     return window_of(made.tokens, _context(made), job.window) if ROLLING in job.modes else None
 
 
@@ -232,13 +232,13 @@ def _settings(job: KVJob, made: Made, coders: list[Coded], dtype: str) -> dict[s
 
 
 def _digests(coders: list[Coded], heads: Heads, dtype: str) -> dict[str, str]:
-    """By codec, what it makes of rows of the model's heads: a run of others is not gone on with."""
+    """Digests of what each codec makes of rows of the model's heads: a run with others is not gone on with."""
     return {coder.name: " ".join(coder.digest(*shape, getattr(torch, dtype)) for shape in sorted(set(heads.values())))
             for coder in coders}
 
 
 def _known(make: Any) -> str:
-    """What a codec of somebody's own is known by: its class, and the XXH3 of the file that it is in."""
+    """The identity of a user's codec: its class, and the XXH3 of the file that it is in."""
     try:
         source = xxhash.xxh3_64_hexdigest(Path(inspect.getfile(make)).read_bytes())
     except (OSError, TypeError):  # made where there is no file

@@ -1,4 +1,4 @@
-"""Where a codec stands between keys and values and their cache, and what is wrong there on purpose."""
+"""Modes: the place of a codec between keys and values and their cache, and faults put in there on purpose."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Make = Callable[[torch.Tensor, Stand], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What stays exact in ``rolling``: the ``first`` positions, the ``exact`` ones before those of a step, and those of
-    the step itself, which has ``step`` of a prompt at most.
+    """The positions that stay exact in ``rolling``: the ``first`` positions, the ``exact`` ones before those of a step,
+    and those of the step itself, which has ``step`` of a prompt at most.
     """
 
     exact: int
@@ -41,7 +41,7 @@ class Window:
     step: int
 
     def coded_at(self, position: int) -> int:
-        """Where the step begins in which a row of a prompt is changed."""
+        """The position at which the step begins in which a row of a prompt is changed."""
         return ((position + self.exact) // self.step + 1) * self.step
 
     def stop(self, tokens: int) -> int:
@@ -66,7 +66,7 @@ def window_of(tokens: int, context: int, exact: int | None = None) -> Window:
 
 @dataclass(slots=True)
 class Coding:
-    """What is written in place of a run's keys and values.
+    """The rows that are written in place of a run's keys and values.
 
     ``make`` is asked for the rows of one prompt at one layer; ``number_of`` tells its number of a request's id;
     ``part``: "kv", "k" or "v"; ``layers``: of which.
@@ -94,7 +94,7 @@ class Coding:
     _kept: dict[tuple[int, str], list[tuple[torch.Tensor, Written]]] = field(default_factory=dict)
 
     def __call__(self, layer: int, rows: Rows) -> Iterator[Written]:
-        """What is written for a layer's rows of a step."""
+        """The rows that are written for a layer's rows of a step."""
         if layer not in self.layers and self.mode != "direct":
             yield rows.keys, rows.values, rows.slots
         elif self.mode == "snapshot":
@@ -148,7 +148,7 @@ class Coding:
                 yield *self._made((layer, request), keys, values, positions), slots
 
     def _left(self, layer: int, rows: Rows, window: Window) -> Iterator[Written]:
-        """What has left the window is written changed; what is within it, and comes now, is kept."""
+        """Write what has left the window, changed; keep what is within it, and what comes now."""
         for number, request in enumerate(rows.requests):
             mine = (rows.owners == number).nonzero()[:, 0]
             if not len(mine):
@@ -199,7 +199,7 @@ class Coding:
 
 @dataclass(slots=True)
 class Kept:
-    """What a run has written, prompts' rows alone, of the first ``positions`` positions; it changes nothing."""
+    """The rows that a run has written, of prompts alone, of the first ``positions`` positions; it changes nothing."""
 
     positions: int
     number_of: Callable[[str], int]
@@ -216,7 +216,7 @@ class Kept:
 
     @property
     def exact(self) -> Exact:
-        """By layer and prompt."""
+        """The exact rows by layer and prompt."""
         return {key: (torch.cat([one for one, _ in parts]), torch.cat([one for _, one in parts]))
                 for key, parts in self._rows.items()}
 

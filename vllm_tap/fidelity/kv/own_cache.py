@@ -34,8 +34,8 @@ SITE: Final = "engine"
 
 @dataclass(frozen=True, slots=True)
 class OwnCache:
-    """What an engine with a dtype of its own made of all prompts: rows of the last norm float32 [prompts, positions,
-    width], the answers int64 [prompts, tokens], and bytes of a token's keys and values in all layers.
+    """The results of an engine with a cache dtype of its own, of all prompts: rows of the last norm float32 [prompts,
+    positions, width], the answers int64 [prompts, tokens], and bytes of a token's keys and values in all layers.
     """
 
     norm: np.ndarray[Any, np.dtype[np.float32]]
@@ -43,7 +43,7 @@ class OwnCache:
     token_bytes: int
 
     def answers(self, start: int, count: int) -> list[Answer]:
-        """Those of some prompts."""
+        """The answers to some prompts."""
         return [Answer(tuple(self.tokens[at].tolist()), np.array(self.norm[at]), None)
                 for at in range(start, start + count)]
 
@@ -62,8 +62,8 @@ def check_dtypes(names: Sequence[str]) -> None:
 
 def run_own(job: FidelityJob, prompts: I64, batch: int, words: Sequence[str], names: Sequence[str], folder: Path
             ) -> dict[str, OwnCache]:
-    """What engines with these dtypes, and the control, make of the prompts [prompts, positions]; ``words``: vLLM's
-    arguments, without the dtype. ArgumentError, with vLLM's own words, for one that does not run here.
+    """The results of engines with these dtypes, and of the control, on the prompts [prompts, positions]; ``words``:
+    vLLM's arguments, without the dtype. ArgumentError, with vLLM's own words, for one that does not run here.
     """
     np.save(folder / "prompts.npy", prompts)
     found = {}

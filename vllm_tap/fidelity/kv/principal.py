@@ -28,8 +28,8 @@ _BITS_MAX: Final = 8  # of a component
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """Of keys or of values of one layer: ``mean`` [heads, head], ``turn`` [heads, head, head] whose columns are the
-    components, their ``size`` (standard deviation) and ``bits``, int64, both [heads, head].
+    """Principal components of keys or of values of one layer: ``mean`` [heads, head], ``turn`` [heads, head, head]
+    whose columns are the components, their ``size`` (standard deviation) and ``bits``, int64, both [heads, head].
     """
 
     mean: torch.Tensor
@@ -97,7 +97,7 @@ class Principal:
 
 
 def _laid_out(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For each bit of a head's codes, int64 [heads, bits]: of which component it is, and which bit of it."""
+    """The component of each bit of a head's codes, int64 [heads, bits], and which bit of that it is."""
     component = torch.stack([torch.repeat_interleave(torch.arange(len(each)), each) for each in bits])
     place = torch.stack([torch.cat([torch.arange(int(count)) for count in each]) for each in bits])
     return component, place

@@ -80,7 +80,7 @@ def study_retrieval(bench: Bench, tokens: I64, places: Sequence[Where], coders: 
 
 
 def _right(bench: Bench, chunk: I64, answers: Sequence[Answer], scored: slice) -> list[float]:
-    """By prompt the share of positions whose likeliest token is the next one."""
+    """The share of each prompt's positions whose likeliest token is the next one."""
     following = slice(scored.start + 1, scored.stop + 1)
     return [float((bench.logits(answer.norm[scored]).argmax(-1) == tokens[following]).mean())
             for answer, tokens in zip(answers, chunk, strict=True)]

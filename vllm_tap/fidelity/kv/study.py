@@ -26,7 +26,7 @@ Sizes = dict[tuple[str, int, str], int]  # bytes of a token by codec, layer and 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where a codec stands: a mode, a part and layers; ``layer``: the only one, or −1; ``window``: of rolling;
+    """The place of a codec: a mode, a part and layers; ``layer``: the only one, or −1; ``window``: of rolling;
     ``noisy``: whether noise of each codec's power is measured beside it.
     """
 

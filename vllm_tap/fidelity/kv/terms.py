@@ -1,4 +1,4 @@
-"""What a codec's cost is made of: each term is the difference of two runs of one report, so that they add up."""
+"""Terms of a codec's cost: each term is the difference of two runs of one report, so that they add up."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _change(key: tuple[str, int, str], was: F64, now: F64, confidence: float) ->
 
 
 def line_of(one: Change) -> str:
-    """What is said to people."""
+    """The line for people."""
     named = f"{one.word:<7} {name_of(one.site, one.layer)} {one.codec}: "
     if one.word == "missing":
         return f"{named}KL {_nats(one.before)} in OLD, not in NEW"

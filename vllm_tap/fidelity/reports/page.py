@@ -40,7 +40,7 @@ def page_of(report: Report) -> str:
 
 
 def _parts(report: Report) -> list[tuple[str, str, dict[str, Any], list[PartLine], Columns]]:
-    """Of the whole model: a title, what it is, what stands in the report, its lines, and their columns."""
+    """The parts of the whole model: a title, what it is, what stands in the report, its lines, and their columns."""
     sizes = {(place.name, one.name): one.row_bytes for place in report.places for one in place.patched
              if one.kind == "codec"}
     known: list[tuple[str, str, dict[str, Any] | None, Callable[[dict[str, Any]], Iterator[PartLine]], Columns]] = [
@@ -55,7 +55,8 @@ def _parts(report: Report) -> list[tuple[str, str, dict[str, Any], list[PartLine
 
 
 def ratios_of(report: Report) -> dict[str, float]:
-    """Of a report of keys and values, by place and codec: how many times a cache of 16 bits a number is larger."""
+    """Ratios of a report of keys and values, by place and codec: how many times a cache of 16 bits a number is larger.
+    """
     widths = {place.name: place.width for place in report.places}
     return {f"{one.place} {one.name}": 2 * widths[one.place] / one.row_bytes for one in lines_of(report)
             if one.kind == "codec" and report.settings.get("lab") == "kv"}

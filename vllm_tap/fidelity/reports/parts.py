@@ -1,4 +1,4 @@
-"""What a report has of the whole model beside its places, by lines with intervals over prompts."""
+"""Parts of a report about the whole model beside its places, by lines with intervals over prompts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PartLine:
 
 
 def attention_lines(found: dict[str, Any]) -> Iterator[PartLine]:
-    """Of an ``Attended`` as it stands in a report; bytes are a query's and a key's."""
+    """Lines of an ``Attended`` as it stands in a report; bytes are a query's and a key's."""
     for name, numbers in found["prompts"].items():
         yield PartLine(f"layer {found['layer']}", name, sum(found["sizes"].get(name, ())),
                        {what: interval(np.array(each)) for what, each in numbers.items()})
 
 
 def drafter_lines(found: dict[str, Any]) -> Iterator[PartLine]:
-    """Of a ``Drafted``: tokens a step, and what share that is of those with a drafter of exact rows."""
+    """Lines of a ``Drafted``: tokens a step, and what share that is of those with a drafter of exact rows."""
     yield PartLine("", "exact", 0, {"tokens": interval(np.array(found["exact"])), "share": Interval(1.0, 1.0, 1.0)})
     for name, numbers in found["lengths"].items():
         yield PartLine("", name, found["sizes"].get(name, 0),
@@ -43,7 +43,8 @@ def drafter_lines(found: dict[str, Any]) -> Iterator[PartLine]:
 
 def retrieval_lines(found: dict[str, Any], sizes: Callable[[str, str], int] = lambda place, name: 0
                     ) -> Iterator[PartLine]:
-    """Of a ``Retrieved``: what is copied, and how much less than without a codec; ``sizes``: by place and codec."""
+    """Lines of a ``Retrieved``: what is copied, and how much less than without a codec; ``sizes``: by place and codec.
+    """
     exact = np.array(found["exact"])
     for place, shares in found["copied"].items():
         for name, numbers in shares.items():

@@ -135,7 +135,7 @@ def _number(value: float | None) -> float:
 
 
 def _short(least: float, value: float | None) -> float:
-    """How many times too small a value is."""
+    """The factor by which a value is too small."""
     found = _number(value)
     return least / max(found, 1e-9) if math.isfinite(found) else _BROKEN
 
@@ -214,7 +214,7 @@ def recommend(reports: Sequence[Report], use: str, budget: int | None = None, si
 
 
 def _judged(reports: Sequence[Report], use: str, sites: Sequence[str], layers: Sequence[int]) -> list[_Judged]:
-    """What was judged by a use at the places asked for, and places that were not."""
+    """The judgements of a use at the places asked for, and places without one."""
     if use in USES:
         return [_judge(report, place, use) for report, place in _places(reports, sites, layers)]
     found = [one for report in reports for one in WHOLE[use][1](report)
@@ -278,7 +278,7 @@ def _judge(report: Report, place: PlaceStudy, use: str) -> _Judged:
 
 def _check_asked(use: str, judged: Sequence[Pair], unjudged: Sequence[Pair], sites: Sequence[str],
                  layers: Sequence[int]) -> None:
-    """What was asked for by name must be judged: a site somewhere, a layer somewhere, both in every pair of them."""
+    """Check that each name asked for is judged: a site somewhere, a layer somewhere, both in every pair of them."""
     if not judged:
         raise ArgumentError("--use", use, f"none of the places was judged by it ({', '.join(map(_named, unjudged))}): "
                             "neurons takes mlp_post and text that has labels, sae a report made with --sae, probe text "
@@ -312,7 +312,7 @@ def _offers(places: Sequence[_Judged]) -> list[Offer]:
 
 
 def shown(found: Recommendation) -> str:
-    """What is said to people."""
+    """The text for people."""
     said = [f"{found.use}: {found.criterion}"]
     said += [f"  {one.codec:<24} {one.bytes_per_token:>10,} bytes a token   "
              + ("holds" if one.holds else f"misses by {one.miss:.3g} times at {one.worst}"

@@ -95,7 +95,7 @@ def held_against(exact: Attention, coded: Attention) -> dict[str, float]:
 
 
 def _attention(manifest: Manifest, rows: Rows, layer: int, top: int, check: bool = False) -> Attention:
-    """Of queries spread over the prompt, with so many keys each."""
+    """The attention of queries spread over the prompt, with ``top`` keys each."""
     length = len(rows[KEYS])
     at = np.unique(np.linspace(FIRST, length - 1, min(_QUERIES, length - FIRST)).astype(np.int64))
     ids = np.zeros(length, np.uint32)

@@ -1,4 +1,4 @@
-"""What is read out of rows: linear probes, and the features of a sparse autoencoder, on decoded rows against exact."""
+"""Readings of rows: linear probes, and the features of a sparse autoencoder, on decoded rows against exact."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _RULES: Final = ("standard", "jumprelu", "topk")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Of a probe on decoded rows: AUROC of one fitted on exact rows (``frozen``) and on decoded ones (``refitted``);
-    what is lost against exact, with an interval over prompts; Spearman of the scores; ``recall``, true positives at the
-    threshold that has 1 % false ones on the exact rows that the probe was fitted on, and false ones there.
+    """Scores of a probe on decoded rows: AUROC of one fitted on exact rows (``frozen``) and on decoded ones
+    (``refitted``); what is lost against exact, with an interval over prompts; Spearman of the scores; ``recall``, true
+    positives at the threshold that has 1 % false ones on the exact rows that the probe was fitted on, and false ones
+    there.
     """
 
     exact: float
@@ -227,7 +228,9 @@ def digest_of(folder: Path) -> str:
 
 
 def survival(coder: Autoencoder, exact: F32, decoded: F32) -> Survival | None:
-    """Of rows [rows, width], position 0 left out by the caller; None where no feature is active on 20 tokens."""
+    """Survival of features on rows [rows, width], position 0 left out by the caller; None where no feature is active on
+    20 tokens.
+    """
     one, other = coder.features(exact), coder.features(decoded)
     alive = (one > 0).sum(0) >= ALIVE
     if not alive.any():

@@ -1,4 +1,4 @@
-"""What a codec does to rows, seen without a model: noise by group of columns, geometry, which neurons stand out."""
+"""Effects of a codec on rows, seen without a model: noise by group of columns, geometry, which neurons stand out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Neurons:
 
 
 def noise(exact: F32, decoded: F32) -> Noise:
-    """Of rows [prompts, positions, width]; position 0 of each prompt is told apart."""
+    """Noise of rows [prompts, positions, width]; position 0 of each prompt is told apart."""
     body, coded = exact[:, 1:].reshape(-1, exact.shape[-1]), decoded[:, 1:].reshape(-1, exact.shape[-1])
     size = np.sqrt(np.square(body, dtype=np.float64).mean(0))
     massive = size > MASSIVE * np.median(size)
@@ -75,8 +75,8 @@ def _db(exact: F32, decoded: F32) -> float | None:
 
 
 def geometry(exact: F32, decoded: F32, seed: int = 0) -> Geometry:
-    """Of rows [rows, width], position 0 left out by the caller. They are centred on the exact rows' mean: uncentred
-    rows of a residual stream are all alike, and every codec then scores 0.999.
+    """Geometry of rows [rows, width], position 0 left out by the caller. They are centred on the exact rows' mean:
+    uncentred rows of a residual stream are all alike, and every codec then scores 0.999.
     """
     chosen = np.sort(np.random.default_rng(seed).permutation(len(exact))[:_ROWS])
     mean = exact.mean(0, dtype=np.float64)
@@ -103,7 +103,7 @@ def _nearest(row: F64, count: int) -> Any:
 
 
 def neurons(exact: F32, decoded: F32, labels: Bools | None) -> Neurons:
-    """Of activations [rows, neurons] with a label each."""
+    """Neurons of activations [rows, neurons] with a label each row."""
     from scipy import stats
 
     # Mean magnitude and kurtosis are of each column by itself: even rows in another order keep them. The concept's

@@ -29,9 +29,9 @@ class Science:
 
     def tables(self, place: Place, rows: F32, codecs: Sequence[str], thorough: bool
                ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """By codec, and for shuffled rows where ``thorough``: noise, geometry, neurons (of ``mlp_post``), probe (where
-        there are labels) and features (where an autoencoder was given). ``rows`` [prompts, positions, width]. And what
-        could not be measured, by name, with why.
+        """Tables by codec, and for shuffled rows where ``thorough``: noise, geometry, neurons (of ``mlp_post``), probe
+        (where there are labels) and features (where an autoencoder was given). ``rows`` [prompts, positions, width].
+        And what could not be measured, by name, with why.
         """
         labels = self._judged.labels
         probing = fitted = None
