@@ -175,6 +175,11 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
     """
     before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if yes else "1"
+    if not ON_GPU:
+        # vLLM asks each family it has not met about itself in a process that imports vLLM, 8 s, to leave CUDA alone.
+        from vllm.model_executor.models import registry
+
+        registry._run_in_subprocess = lambda ask: ask()
     if yes:
         register()  # vLLM loads plugins once a process: what a test before has loaded without a tap would stay so
     # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
