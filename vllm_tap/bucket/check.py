@@ -15,6 +15,8 @@ from schemas.bucket.snapshots import fetch_snapshot, hash_pieces
 from schemas.errors import BucketError, OutrunError
 from schemas.objects.layout import BLOCK_KEY, HEAD, INDEX, Head, Stored, digest, read_head, unpack_index
 from schemas.objects.objects import Objects, keeps_versions
+from schemas.postgres.connection import CatalogUrl
+from vllm_tap.bucket.catalog_check import catalog_faults
 from vllm_tap.bucket.inventory import Inventory, read_heads
 
 __all__ = ["BucketReport", "Fault", "Lost", "check", "current_head", "examine"]
@@ -66,21 +68,26 @@ class BucketReport:
     first_strangers: list[str] = field(default_factory=list)
     removed: int = 0
     removed_bytes: int = 0
+    catalog: str = ""  # the database that was held against the head
+    catalog_rows: int = 0
 
 
-def check(url: str, deep: bool = False, tell: Tell = lambda done, total: None) -> BucketReport:
+def check(url: str, deep: bool = False, tell: Tell = lambda done, total: None, catalog: str | None = None
+          ) -> BucketReport:
     """Look at a bucket, reading only; ``deep``: every byte, otherwise indexes, and of rows that they are there.
 
-    BucketError where there is no head, or the bucket does not answer; OutrunError where heads follow each other too
+    ``catalog``: URL of a Postgres database whose catalog must be the head's. BucketError where there is no head, or the
+    bucket does not answer; CatalogError where the database does not; OutrunError where heads follow each other too
     fast. The listing is in a file, and of objects one block's index is in memory.
     """
+    place = None if catalog is None else CatalogUrl(catalog)
     objects = Objects(url)
     try:
         for _ in range(_MOMENTS):
             head, is_versioned = current_head(objects)
             with tempfile.TemporaryDirectory(prefix="vllm-tap-fsck-") as work, closing(
                     Inventory(objects, Path(work) / "objects.sqlite")) as inventory:
-                report = examine(objects, head, inventory, Path(work), deep, tell)
+                report = examine(objects, head, inventory, Path(work), deep, tell, place)
             report.is_versioned = is_versioned
             if not report.bad or current_head(objects)[0] == head:
                 return report
@@ -99,12 +106,13 @@ def current_head(objects: Objects) -> tuple[Head, bool]:
     return read_head(data, objects.url), keeps_versions(version)
 
 
-def examine(objects: Objects, head: Head, inventory: Inventory, work: Path, deep: bool, tell: Tell) -> BucketReport:
+def examine(objects: Objects, head: Head, inventory: Inventory, work: Path, deep: bool, tell: Tell,
+            catalog: CatalogUrl | None = None) -> BucketReport:
     """Hold all heads against the listing, which names what they name from then on."""
     report = BucketReport(objects.url, head, retired=inventory.retired())
     report.objects, report.nbytes = inventory.total()
     done = _Done(tell, report.nbytes if deep else 0)
-    _examine_head(_Part(objects, inventory, work, deep, done, report, None), head)
+    _examine_head(_Part(objects, inventory, work, deep, done, report, None, catalog), head)
     for push, found in read_heads(objects, report.retired):
         if isinstance(found, BucketError):
             report.bad.append(Fault(f"retired/{push}.json", str(found.reason), push))
@@ -139,6 +147,7 @@ class _Part:
     done: _Done
     report: BucketReport
     push: str | None
+    catalog: CatalogUrl | None = None
 
     def bad(self, key: str, what: str) -> None:
         self.report.bad.append(Fault(key, what, self.push))
@@ -166,7 +175,19 @@ def _examine_head(part: _Part, head: Head) -> None:
             if len(part.report.bad) > before:
                 db.execute("INSERT INTO damaged VALUES (?)", (number,))
         _tell_lost(part, db)
+    if part.catalog is not None:
+        _examine_catalog(part, part.catalog, head, snapshot)
     snapshot.unlink()
+
+
+def _examine_catalog(part: _Part, place: CatalogUrl, head: Head, snapshot: Path) -> None:
+    """The catalog in Postgres against the snapshot."""
+    def tell(rows: int) -> None:
+        part.report.catalog_rows += rows
+
+    part.report.catalog = str(place)
+    for fault in catalog_faults(place, part.objects.url, head, snapshot, tell):
+        part.bad(str(place), fault)
 
 
 def _examine_block(part: _Part, key: str, index: Stored) -> None:

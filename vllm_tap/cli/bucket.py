@@ -123,7 +123,8 @@ def recall(store: Store = Path("captures")) -> None:
     print(f"{blocks:,} blocks are on the disk again ({nbytes / 1e9:.3f} GB)")
 
 
-def fsck_bucket(url: str, deep: bool, older_than: str | None, forget: str | None, json: bool) -> int:
+def fsck_bucket(url: str, deep: bool, older_than: str | None, forget: str | None, json: bool,
+                catalog: str | None = None) -> int:
     """Say what is wrong in a bucket, and remove what is asked for; the exit code."""
     from dataclasses import asdict
 
@@ -141,7 +142,7 @@ def fsck_bucket(url: str, deep: bool, older_than: str | None, forget: str | None
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        report = check(url, deep, tell) if age_s is None else removal.remove_orphans(url, age_s, deep, tell)
+        report = check(url, deep, tell, catalog) if age_s is None else removal.remove_orphans(url, age_s, deep, tell)
     if json:
         print_json({"ok": not report.bad, **asdict(report)})
     else:
@@ -172,6 +173,8 @@ def _lines(report: BucketReport) -> Iterator[str]:
         yield (f"{report.orphans:,} objects ({report.orphan_bytes / 1e9:.3f} GB) that no head names, the oldest of "
                f"{hours:.1f} hours ago" + (f"; {report.removed:,} removed ({report.removed_bytes / 1e9:.3f} GB)"
                                            if report.removed else ""))
+    if report.catalog_rows:
+        yield f"{report.catalog}: {report.catalog_rows:,} rows compared with the head's"
     found = f"{len(report.bad):,} findings, {report.lost_captures:,} captures lost in part or whole"
     yield (f"{found if report.bad else 'nothing is wrong'} (generation {report.head.generation}, epoch "
            f"{report.head.epoch}, {report.captures:,} captures, {report.blocks:,} blocks, {report.objects:,} objects, "

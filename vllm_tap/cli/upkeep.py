@@ -42,6 +42,9 @@ def check(
         "--older-than", metavar="TIME", help="Only orphans written longer ago: 30m, 12h, 1d.")] = "1d",
     forget: Annotated[str | None, typer.Option(
         "--forget", metavar="PUSH", help="Of a bucket: give up a head that was taken over from.")] = None,
+    catalog: Annotated[str | None, typer.Option(
+        "--catalog", metavar="URL", help="Of a bucket: its catalog in Postgres must be the same, row for row: "
+                                         "postgresql://USER@HOST/DATABASE.")] = None,
 ) -> None:
     """Check every byte of a store, or what is in a bucket, and name what is bad. Exit code 1 where something is."""
     from vllm_tap.cli.show import print_json, progress_bar
@@ -50,9 +53,12 @@ def check(
     if bucket is not None:
         from vllm_tap.cli.bucket import fsck_bucket
 
-        raise typer.Exit(fsck_bucket(bucket, deep, older_than if orphans else None, forget, json))
-    if deep or orphans or forget is not None:
-        raise TapError("fsck: --deep, --remove-orphans and --forget are of a bucket: name it with --bucket URL")
+        if orphans and catalog is not None:
+            raise TapError("fsck: --catalog and --remove-orphans exclude each other; run one after the other")
+        raise typer.Exit(fsck_bucket(bucket, deep, older_than if orphans else None, forget, json, catalog))
+    if deep or orphans or forget is not None or catalog is not None:
+        raise TapError("fsck: --deep, --remove-orphans, --forget and --catalog are of a bucket: name it with --bucket "
+                       "URL")
     with progress_bar("checking") as bar:
         task = bar.add_task("")
         report = fsck(store, lambda done, total: bar.update(task, completed=done, total=total))
