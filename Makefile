@@ -5,8 +5,8 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 UV     := .uv/bin/uv
 ENGINE ?= cpu
-# Tests wait about half of their time: a file at a time for each worker, and 4 keep two cores busy (up to 3 GB each).
-WORKERS ?= 4
+# Tests wait about half of their time: a file at a time for each worker, and 4 keep two cores busy, if memory has 4 GB for each.
+WORKERS ?= $(shell awk '/^MemTotal/ {n = int($$2 / 4e6); print (n > 4 ? 4 : n < 1 ? 1 : n)}' /proc/meminfo)
 V      ?= 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0
 LOCK   := requirements/$(ENGINE).lock
 STAMP  := $(VENV)/.installed-$(ENGINE)

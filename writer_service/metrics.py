@@ -36,6 +36,8 @@ class Counters:
     malformed: Annotated[int, "Messages that break the protocol."] = 0
     refused: Annotated[int, "Records and greetings that were refused."] = 0
     rows_not_indexed: Annotated[int, "Rows of captures that are closed, deleted or unknown."] = 0
+    requests_uncaptured: Annotated[
+        int, "Requests that engines could not capture, though all were to be; their logs have the reasons."] = 0
     rows_over_quota: Annotated[int, "Rows that were not taken because the store was over its quota."] = 0
     disk_errors: Annotated[int, "File operations that failed."] = 0
     commits: Annotated[int, "Group commits that reached the disk."] = 0

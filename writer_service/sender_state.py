@@ -87,6 +87,7 @@ class SenderState:
     last_seen: float = 0.0
     begun: float = 0.0  # when this writer first had it (monotonic)
     tap: TapState | None = None  # what an engine said of itself with its last Ping
+    uncaptured: int = 0  # requests, as a front end counted them by its last Ping
     name: str = ""  # of the engine, where a gateway has several behind it
     asks: bool = False  # its next Ack is to tell of the store
     must_greet: bool = False  # told to start again from ``durable``; nothing is taken before its Hello, logged anew

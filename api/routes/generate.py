@@ -68,6 +68,7 @@ _NEVER_BEGUN: Final = ("the engine never began it: is the plugin loaded in the m
                        "log say that its sender ended?")
 _EDIT_FIELD: Final = re.compile(r"(edit(?:\[[0-9]+\][\w.\[\]]*)?) = ")  # an error's first words
 _REFUSALS: Final = (BadParam, NoEngineCan, OnlyAwayCan, OverQuota, PartLost, SpecError, LimitError)  # of a capture
+_CAPTURE_FIELD: Final = re.compile(r"\bcapture(\.\w+)?( = |: )")  # in an error about a spec
 _TAIL_BYTES: Final = 16 * 1024  # of a stream, to find its last event in
 
 
@@ -93,8 +94,8 @@ async def generate(request: Request, protocol: Protocol) -> Response:
         _check_content_type(request)
         own = "capture" in body or "edit" in body
         try:
-            return await _captured(service, request, *planned, route)
-        except _NoneLeft as error:
+            return await _captured(service, request, *planned, route, own)
+        except _Uncapturable as error:
             if own:
                 raise error.error from None
             _impossible(service, error.error)
@@ -157,8 +158,10 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
     return planned, replace(asked, spec=asked.spec.model_copy(update={"id": planned.ulid}))
 
 
-class _NoneLeft(Exception):
-    """The engine that a capture was planned for took no connection, and no other can do it: nothing was sent."""
+class _Uncapturable(Exception):
+    """Nothing was generated: the engine that a capture was planned for took no connection, and no other can do it, or
+    it refused to capture what did not ask for it.
+    """
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -198,8 +201,8 @@ def _check_content_type(request: Request) -> None:
         raise BadParam("Content-Type", found, "valid: application/json")
 
 
-async def _captured(service: ApiService, request: Request, planned: Plan, asked: CaptureRequest, route: Route
-                    ) -> Response:
+async def _captured(service: ApiService, request: Request, planned: Plan, asked: CaptureRequest, route: Route,
+                    own: bool) -> Response:
     await _own(service, planned, owner_of(request))
     headers = caller_headers(request, frozenset(("x-request-id", "accept-encoding", "content-type")))
     request.state.at_end.callback(
@@ -213,7 +216,7 @@ async def _captured(service: ApiService, request: Request, planned: Plan, asked:
                 if (more := planned.nbytes - before) > 0:  # another engine's rows may be larger
                     request.state.at_end.callback(await service.quotas.reserve(owner_of(request), planned.ulid, more))
             except _REFUSALS as error:
-                raise _NoneLeft(error) from None
+                raise _Uncapturable(error) from None
             service.pressure.begin(planned.ulid, planned.demand, planned.engine, owner_of(request))
         return route.upstream.client.build_request("POST", request.scope["path"], content=planned.body, headers=[
             *headers, (b"x-request-id", planned.ulid.encode()), (b"content-type", b"application/json"),
@@ -222,13 +225,13 @@ async def _captured(service: ApiService, request: Request, planned: Plan, asked:
     try:
         answer = await while_connected(service, request, send(service, request, route, build))
         if answer.status_code >= 400:
-            return await _refused(service, planned, answer)
+            return await _refused(service, planned, answer, own)
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             service.metrics.captures.labels("streamed").inc()
             events = _with_capture_event(service, planned, answer, owner_of(request))
             return Relay(service, answer, events, _capture_headers(service, planned))
         return await _plain(service, request, planned, answer)
-    except (_NoneLeft, ApiError, StoreError, sqlite3.Error) as error:
+    except (_Uncapturable, ApiError, StoreError, sqlite3.Error) as error:
         _abandon(service, planned, str(error))
         raise
     except ClientGone:
@@ -258,15 +261,20 @@ def _abandon(service: ApiService, planned: Plan, reason: str) -> None:
     service.abandon(planned.ulid, reason)
 
 
-async def _refused(service: ApiService, planned: Plan, answer: httpx.Response) -> Response:
-    """Upstream's own error, with its status and its words, which say which of the edits it is about."""
-    failed(service, served_by(answer), "status")
+async def _refused(service: ApiService, planned: Plan, answer: httpx.Response, own: bool) -> Response:
+    """Upstream's own error, with its status and its words, which say which of the edits it is about.
+
+    _Uncapturable where they are about a capture that the request did not ask for on its ``own``.
+    """
     try:
         content = await answer.aread()
     except httpx.HTTPError as error:
         raise broken(service, served_by(answer), error) from None
     finally:
         await answer.aclose()
+    if not own and _CAPTURE_FIELD.search(words := _words(content).removeprefix(": ")):
+        raise _Uncapturable(TapError(words))
+    failed(service, served_by(answer), "status")
     _abandon(service, planned, f"the model server answered {answer.status_code}{_words(content)}")
     return _copy(answer, _with_param(content))
 

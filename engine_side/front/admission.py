@@ -39,6 +39,7 @@ _endpoint = ""
 _curve: Path | None = None
 _channel: ControlChannel | None = None
 _retired: set[str] = set()
+_uncaptured: set[str] = set()  # reasons that were logged
 _untold = 0  # ends that the writer was not told of, since the last one that it was
 
 
@@ -218,18 +219,35 @@ def forget(text: str) -> None:
         _seen.pop((ticket.id, ticket.base))
 
 
+def count_uncaptured(reason: str) -> None:
+    """Count a request that everybody's spec is for and that cannot be captured; each ``reason`` is logged once."""
+    with _lock:
+        if (channel := _open_channel()) is not None:
+            channel.uncaptured += 1
+        if reason in _uncaptured or len(_uncaptured) >= _KNOWN_MAX:
+            return
+        _uncaptured.add(reason)
+    logger.warning("vllm-tap: a request is not captured, though all are to be: %s (further ones are counted alone: "
+                   "vllm_tap_writer_requests_uncaptured_total)", reason)
+
+
+def _open_channel() -> ControlChannel | None:
+    """The channel to the writer, made when it is first needed; None where there is no writer. Behind ``_lock``."""
+    global _channel
+    if _channel is None and _endpoint:
+        _channel = ControlChannel(_endpoint, "front_end", _curve)
+    return _channel
+
+
 def report_finish(capture: str, reason: str, stop_reason: str | int | None, output_token_ids: list[int]) -> None:
     """Tell the writer how the client saw the end; never waits.
 
     Where the writer is away for so long that no more may wait, the end is not told: logged once, and counted.
     """
-    global _channel, _untold
+    global _untold
     with _lock:
-        if not _endpoint:
+        if (channel := _open_channel()) is None:
             return
-        if _channel is None:
-            _channel = ControlChannel(_endpoint, "front_end", _curve)
-        channel = _channel
     tokens = struct.pack(f"<{len(output_token_ids)}I", *output_token_ids)
     try:
         channel.post(lambda seq: ClientFinish(seq=seq, capture=capture, reason=reason, stop_reason=stop_reason,

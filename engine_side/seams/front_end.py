@@ -193,17 +193,15 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         text = admission.admit(extra[KEY] if own else self.vllm_tap.capture_all, extra.get(COUNT_KEY), n=params.n,
                            prompt_number=int(listed[1]) if listed else 0, shape=self.vllm_tap_shape)
         rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
+        request = None
         try:
             request = original(self, request_id, prompt, _without_spec(params, rest), *args, **kwargs)
-            if request.prompt_token_ids is None and own:
-                raise SpecError("", extra[KEY], "a prompt of embeddings has no token ids, and rows need them; send "
-                                                "text or token ids")
-            images = _images(request, own)
-        except BaseException:
+            images = _images(request)
+        except BaseException as error:
             admission.forget(text)
-            raise
-        if request.prompt_token_ids is None or images is None:
-            admission.forget(text)
+            if own or request is None or not isinstance(error, SpecError):
+                raise
+            admission.count_uncaptured(error.reason)
             return request
         if (adapter := getattr(request, "lora_request", None)) is not None:
             text = admission.with_told(text, adapter=str(adapter.lora_name))
@@ -215,15 +213,11 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return process_inputs
 
 
-def _images(request: Any, own: bool) -> list[tuple[int, int]] | None:
-    """Positions of a prompt that images fill; None where a request that brings no spec of its ``own`` has other media.
-    """
-    try:
-        return image_positions(request.mm_features or ())
-    except SpecError:
-        if own:
-            raise
-        return None
+def _images(request: Any) -> list[tuple[int, int]]:
+    """Positions of a prompt that images fill; SpecError where it cannot be captured."""
+    if request.prompt_token_ids is None:
+        raise SpecError("", "…", "a prompt of embeddings has no token ids, and rows need them; send text or token ids")
+    return image_positions(request.mm_features or ())
 
 
 def _hand_on(request: Any, edits: Edits) -> None:
@@ -300,8 +294,13 @@ def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: 
     config = getattr(processor, "vllm_tap", None)
     if KEY not in extra:
         admission.check_names(extra)
-        # What asks for a pooled vector has no samples, and no tokens to capture.
-        return config is not None and bool(config.capture_all) and hasattr(params, "n") and not in_pieces
+        if config is None or not config.capture_all:
+            return False
+        if not hasattr(params, "n"):
+            admission.count_uncaptured("it asks for a pooled vector, and has no samples")
+        elif in_pieces:
+            admission.count_uncaptured("its prompt is streamed in parts")
+        return hasattr(params, "n") and not in_pieces
     if config is None:
         raise SpecError("", extra[KEY], "this engine was started without taps; create it inside "
                                         "vllm_tap.recording(), or start it with VLLM_TAP_ENDPOINT set")

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -78,8 +77,8 @@ class ControlChannel:
         self._queued: deque[_PendingRecord] = deque()
         self.window: SendWindow[_PendingRecord] = SendWindow()
         self.store = StoreState()  # as the writer told it last; only the API asks
-        self.connection = Connection(endpoint, self.window, Connect("", role, 0, pid=os.getpid()),
-                                     partial(Ping, asks=role == "api"), curve)
+        self.uncaptured = 0  # as the next Ping says
+        self.connection = Connection(endpoint, self.window, Connect("", role, 0, pid=os.getpid()), self._ping, curve)
         self._fatal: TapError | None = None
         self._closing = False
         self._waiting = 0  # callers that wait for their records
@@ -89,6 +88,9 @@ class ControlChannel:
         self._wake_out.setblocking(False)
         self._thread = threading.Thread(target=self._run, name=f"control-channel-{role}", daemon=True)
         self._thread.start()
+
+    def _ping(self) -> Ping:
+        return Ping(asks=self.role == "api", uncaptured=self.uncaptured)
 
     # ── for callers, any thread ─────────────────────────────────────────────────────────────────────────────────
 

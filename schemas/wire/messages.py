@@ -171,6 +171,7 @@ class Ping(msgspec.Struct, tag="ping"):
 
     tap: TapState | None = None  # of an engine
     asks: bool = False
+    uncaptured: int = 0  # requests of a front end so far that were all to be captured, and could not be
 
 
 class Bye(msgspec.Struct, tag="bye", forbid_unknown_fields=True):

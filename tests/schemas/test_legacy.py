@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from schemas.legacy import act_codec, capture_all, error_text
 from schemas.read.reader import StoreReader
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import LAYERS, WIDTH
+from tests.support.store_helpers import until
 from vllm_tap.export.command import export
 from vllm_tap.serve.services import ServeConfig, services
 from vllm_tap.tiny_model import tiny_model
@@ -118,6 +120,31 @@ def test_a_spec_of_its_own_wins_and_what_cannot_be_captured_is_answered_all_the_
     beams = stack.complete(PROMPT, max_tokens=2, use_beam_search=True)
     assert beams.status_code == 200 and "capture" not in beams.json()
     assert 'captures_total{outcome="impossible"} 1.0' in stack.http.get("/metrics").text
+
+
+def outcomes(stack: Stack) -> dict[str, float]:
+    return {name: float(count) for name, count in re.findall(
+        r'captures_total\{outcome="(\w+)"\} (\S+)', stack.http.get("/metrics").text)}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_engine_alone_finds_uncapturable_is_answered_all_the_same(stack: Stack, stream: bool) -> None:
+    """A prompt with a video, say: who did not ask for a capture is not refused for one, and it is counted."""
+    why = "capture = …: a prompt with video cannot be captured, because its rows are not tested; send text or images"
+    before, seen = outcomes(stack), len(stack.seen())
+    answer = stack.complete(PROMPT, max_tokens=2, stream=stream, play={"uncapturable": why})
+    assert answer.status_code == 200 and '"capture"' not in answer.text, answer.text
+    first, second = stack.seen()[seen:]
+    assert "vllm_xargs" in first["body"] and "vllm_xargs" not in second["body"]  # type: ignore[operator]
+    after = outcomes(stack)
+    assert after["impossible"] == before.get("impossible", 0) + 1
+    assert until(lambda: all(row["status"] != "pending" for row in stack.http.get("/v1/captures").json()["data"]))
+    own = stack.complete(PROMPT, max_tokens=2, stream=stream, capture={}, play={"uncapturable": why})
+    assert own.status_code == 400 and "a prompt with video" in own.json()["error"]["message"]
+    seen = len(stack.seen())
+    other = stack.complete(PROMPT, max_tokens=2, stream=stream, play={"status": 400})
+    assert other.status_code == 400 and len(stack.seen()) == seen + 1, "another error is the request's own"
+    assert outcomes(stack)["impossible"] == after["impossible"]
 
 
 # ── exports ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ What a request wants of it beside text travels in the field ``play``, which a ga
     guess         with live: each second and third token are guessed in one step; every other guess is wrong
     nan           positions whose scores are no numbers
     fail          raise instead of answering
+    uncapturable  why a request with a capture is refused, as the engine says it
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class Upstream:
         if "status" in play:
             return JSONResponse({"error": {"message": "as asked", "type": "played", "param": None,
                                            "code": play["status"]}}, play["status"])
+        if "uncapturable" in play and "capture" in (body.get("vllm_xargs") or {}):
+            return bad_request(play["uncapturable"])
         if why := refused(body, request.url.path):
             return bad_request(why)
         work = Work(self, body, request, seen)

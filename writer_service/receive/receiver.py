@@ -142,6 +142,8 @@ class Receiver:
             self._acks.start_over(address)  # the first may have been lost
         elif isinstance(message, Ping):
             state.tap, state.asks = message.tap, message.asks
+            self._counters.requests_uncaptured += max(0, message.uncaptured - state.uncaptured)
+            state.uncaptured = message.uncaptured
             self._acks.ack(state)
         elif state.must_greet:
             return  # it was told so; what it sends until its Hello comes again after it
