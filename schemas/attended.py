@@ -91,16 +91,20 @@ class Unattended:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The keys that the ``heads`` of a layer attend to at ``positions``, uint32 ``[queries]``; ``token_ids`` are
-    theirs.
+    """The keys that the ``heads`` of a layer attend to, for queries at ``positions``, uint32 ``[queries]``.
+    ``token_ids`` are those of the queries.
 
-    ``keys`` int32 and ``weights`` float32 ``[heads, queries, top]`` are positions by falling weight (of equal ones the
-    earlier first), −1 with weight 0 where a query sees fewer keys; ``entropy`` float32 ``[heads, queries]`` is of all
-    weights, in nats. ``codecs`` are those of the stored queries and keys: ``raw`` rows are the ones that were
-    computed, of others the error follows the codec's. ``cache`` names the dtype that the engine's cache rounded keys
-    to before the kernel read them ("fp8"), "" for none. ``unattended`` names the queries that were left out.
-    ``z_error``, where it was asked for, is the largest distance of a head's values, added up by these weights, from
-    the ``z`` that the kernel made of them, over the length of that ``z``.
+    ``keys`` int32 and ``weights`` float32 are ``[heads, queries, top]``: the positions of keys and their weights, by
+    falling weight. Of keys with equal weights the earlier comes first. Where a query sees fewer than ``top`` keys, the
+    rest have key −1 and weight 0. ``entropy`` float32 ``[heads, queries]`` is over all weights, in nats.
+
+    ``codecs`` are those of the stored queries and keys. ``raw`` rows are the computed ones; with any other codec the
+    error follows from that codec's. ``cache`` names the dtype that the engine's cache rounded keys to before the kernel
+    read them ("fp8"), "" for none. ``unattended`` names the queries that were left out.
+
+    ``z_error`` is the result of the check, None where none was asked for. It compares the values of a head, summed with
+    all weights, to the ``z`` that the kernel made of them. It is the largest distance between the two, divided by the
+    length of that ``z``.
     """
 
     capture: str
@@ -252,8 +256,8 @@ def _site(manifest: Manifest, site: str, layer: int) -> SiteInfo:
 
 
 def _ruled(rule: AttentionRule | None, told: AttentionRule | None, sites: Sequence[SiteInfo]) -> AttentionRule:
-    """The rule to compute by; ArgumentError where there is none, where it is not the one that the engine told, or where
-    the codec was made for heads of another size.
+    """The rule to compute by. ArgumentError where there is none, where it differs from the one that the engine told, or
+    where the codec was made for heads of another size.
     """
     encoded = next((int(site.parameters["head"]) for site in sites if "head" in site.parameters), None)
     if rule is None and told is not None:
@@ -275,8 +279,10 @@ def _ruled(rule: AttentionRule | None, told: AttentionRule | None, sites: Sequen
 
 
 def _check_weights(at: U32, needs: Needs, top: int, most: int | None) -> None:
-    """LimitError where these queries see more keys, over all heads, than ``most``: a query's first 64 cost as much as
-    one, and where many are asked for, sorting them costs twice as much again.
+    """LimitError where these queries see more keys, over all heads, than ``most``.
+
+    A query counts as at least 64 keys, because fewer cost as much. Where ``top`` is larger than 64 the count is
+    tripled, because sorting then costs twice as much again.
     """
     seen = np.maximum(at.astype(np.int64) - needs.rule.first_seen(at) + 1, FEW_KEYS)
     count = len(needs.heads) * int(seen.sum()) * (1 if top <= FEW_KEYS else 3)

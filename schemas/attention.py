@@ -34,11 +34,12 @@ _SCORE_BYTES: Final = 48  # of one query and key: scores, what is made of them, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionRule:
-    """The rule by which a layer makes weights of queries and keys; nothing of it is assumed.
+    """The rule by which a layer makes weights of queries and keys; no field has a default.
 
-    ``softmax(soft_cap · tanh(scale · q·k / soft_cap))`` (None: without the cap) over the keys at the query's position
-    and before it: all of them, or where there is a sliding ``window`` the last ``window``, the query's own among them.
-    ``head_size`` is the columns of a head. Query head ``h`` of H reads key head ``h // (H / key heads)``.
+    The weights are ``softmax(soft_cap · tanh(scale · q·k / soft_cap))``; ``soft_cap`` None: without the cap. A query
+    sees the keys at its own position and before it. With a sliding ``window`` it sees only the last ``window`` of them,
+    its own among these. ``head_size`` is the columns of a head. Query head ``h`` of H reads key head ``h // (H / key
+    heads)``.
 
     Raises:
         ArgumentError: a number that no model has; it names the field.
@@ -68,8 +69,8 @@ class AttentionRule:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any], layer: int) -> AttentionRule:
-        """The rule of a layer by what config.json says of a llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe,
-        gemma2 or gemma3_text; ArgumentError names a key that is missing, or that may mean something else.
+        """The rule of a layer, from config.json of a llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe, gemma2 or
+        gemma3_text model. ArgumentError names a key that is missing, or that may mean something else.
         """
         kind = config.get("model_type")
         if kind not in _CONFIGURED:
@@ -141,10 +142,13 @@ def _window(config: Mapping[str, Any], kind: str, layer: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """``keys`` int32 and ``weights`` float32, both ``[heads, queries, top]``: positions by falling weight, of equal
-    ones the earlier first (which of equal ones are the last that find room is left open); key −1 with weight 0 where a
-    query sees fewer keys. ``entropy`` is float32 ``[heads, queries]``, in nats. ``outputs`` are the values added up by
-    all weights, float32 ``[queries, heads · value size]``; None where no values were given.
+    """The ``top`` keys of each head and query, with their weights and the entropy.
+
+    ``keys`` int32 and ``weights`` float32 are ``[heads, queries, top]``: the positions of keys and their weights, by
+    falling weight. Of keys with equal weights the earlier comes first. If more keys with equal weights compete for the
+    last places, it is undefined which of them get one. Where a query sees fewer than ``top`` keys, the rest have key −1
+    and weight 0. ``entropy`` is float32 ``[heads, queries]``, in nats. ``outputs`` are the values summed with all
+    weights, float32 ``[queries, heads · value size]``; None where no values were given.
     """
 
     keys: I32

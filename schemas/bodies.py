@@ -1,7 +1,8 @@
-"""A request's body before it is anybody's: received, given once more, and searched for a capture or edits named in it.
+"""A request's body before any route has it: received, given once more, and searched for a capture or edits named in it.
 
-Servers pass over fields that they do not know. So whoever takes them knows every place where they may stand by mistake,
-and whatever reaches a route that takes none is refused there, by the same rule on routes of any kind.
+Servers ignore fields that they do not know. So a route that takes captures or edits knows every place where a client
+may put them by mistake. A route that takes none refuses a request that names them. The rule is the same on routes of
+any kind.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def check_can_listen(host: str, port: int, flag: str) -> None:
 
 
 def parse_arm(name: str, text: str) -> tuple[str, ...]:
-    """Parse a comma-separated list of what to tap, in canonical names: sites (``resid_post``), or a layer of one
-    (``resid_post.12``); a site is tapped in every layer where it is named alone.
+    """Parse a comma-separated list of places to tap, in canonical names: sites (``resid_post``), or single layers of
+    one (``resid_post.12``). A site that is named alone is tapped in every layer.
     """
     places: list[str] = []
     for part in filter(None, map(str.strip, text.split(","))):

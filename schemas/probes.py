@@ -1,14 +1,15 @@
 """Probes: directions whose scores on a site's rows are computed where the rows are, on the model's own device.
 
 A probe is registered under a name when an engine starts, at one site and layer of its model. ``probe.NAME`` is then a
-site of its own: its row is the float32 vector of the probe's k scores ::
+site of its own. Its row is the float32 vector of the probe's k scores ::
 
-    scores = f(directions @ (x - mean) + bias)        f: the identity, or the sigmoid
+    scores = f(directions @ (x - mean) + bias)        f: the identity, or the sigmoid.
 
-and is chosen, stored, streamed and read as any other row is. The file is safetensors: ``directions`` [k, width] or
-[width], optionally ``bias`` [k] and ``mean`` [width], in float16, float32 or float64; its metadata hold ``site``,
-``layer`` and optionally ``names`` (of the scores: a JSON list, or text with commas) and ``activation`` (``none``,
-``sigmoid``).
+Such a row is chosen, stored, streamed and read as any other is.
+
+The file is safetensors, in float16, float32 or float64. It has ``directions`` [k, width] or [width], and optionally
+``bias`` [k] and ``mean`` [width]. Its metadata hold ``site`` and ``layer``. Optional are ``names`` (of the scores: a
+JSON list, or text with commas) and ``activation`` (``none``, ``sigmoid``).
 """
 
 from __future__ import annotations

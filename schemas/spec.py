@@ -87,8 +87,8 @@ class Armed(msgspec.Struct, frozen=True):
 
 def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, Probe],
              names: Mapping[str, str] | None = None) -> Armed:
-    """Taps at ``places`` (sites, or ``site.layer``), as far as that is known without the model: which layers have a
-    site only the worker knows, and what its model lacks becomes `not_armed` in the manifest. ``head``: a head's
+    """Taps at ``places`` (sites, or ``site.layer``), as far as they are known without the model. Only the worker knows
+    which layers have a site. A place that its model lacks becomes `not_armed` in the manifest. ``head``: a head's
     columns, or 0.
     """
     asked = layers_by_site(places)
@@ -98,8 +98,9 @@ def armed_at(places: Iterable[str], n_layers: int, head: int, probes: dict[str, 
 
 
 class Resolved(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A spec held against one engine and one prompt: every site with its layers and its codec's identity, positions as
-    asked; ``images``: positions ``[start, stop)`` of the prompt whose rows were made of an image, not of their token.
+    """A spec held against one engine and one prompt: every site with its layers and its codec's identity, and positions
+    as asked. ``images``: positions ``[start, stop)`` of the prompt whose rows were made of an image, not of their
+    token.
     """
 
     layers: dict[str, list[int]]

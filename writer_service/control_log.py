@@ -1,6 +1,6 @@
 """The control log: every record that was accepted, every engine's Hello, every decision of the writer, in order.
 
-    magic 8 B | version u32 | flags u32 | store uuid 16 B     then records of     bytes u32 | 0 u32 | xxh3 u64 | msgpack
+    magic 8 B | version u32 | flags u32 | store uuid 16 B    then records of    bytes u32 | 0 u32 | xxh3 u64 | msgpack.
 
 It is the other half of the journal: catalog, owners, aliases and tombstones can be rebuilt from it and the segments.
 """
@@ -179,9 +179,10 @@ def span_of(path: Path) -> int:
 def read_log(path: Path, store: bytes, start: int = 0) -> Iterator[tuple[int, LogEntry]]:
     """``(offset after it, entry)`` of the longest valid prefix from byte ``start`` on.
 
-    A scrubbed log is read from its beginning: an offset in it may be of before, where power was lost before the catalog
-    was synced. A torn or damaged record ends the walk. StoreError where the file is not a log of this store, or has a
-    whole record that this version does not know: to take that for the end would cut what a newer one has written.
+    A scrubbed log is read from its beginning: ``start`` may be of before the scrubbing, where power was lost before the
+    catalog was synced. A torn or damaged record ends the walk. StoreError where the file is not a log of this store, or
+    has a whole record that this version does not know. If such a record counted as the end, records of a newer version
+    would be cut off.
     """
     data = path.read_bytes()  # logs are rotated at a bounded size
     if len(data) < _HEAD.size:

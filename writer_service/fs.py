@@ -52,9 +52,9 @@ def write_at(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
 
 
 def write_direct(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-    """Write as ``write_at``, but whole blocks at the beginning go to the disk from where they lie, if that is at
-    multiples of ``direct_align`` in memory and in the file: no new pages of the page cache, and a fifth of the
-    processor's time. What cannot be written in this way is written as usual, with the errors of that.
+    """Write as ``write_at``, but whole blocks at the beginning go to the disk from where they lie. They must lie at
+    multiples of ``direct_align`` in memory and in the file. This takes no new pages of the page cache and a fifth of
+    the processor's time. All other bytes are written as usual, with the errors of that.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
     blocks, written = whole_blocks(views, offset), 0
@@ -225,8 +225,8 @@ def punch(fd: int, offset: int, nbytes: int) -> bool:
 def lock(path: Path, shared: bool = False) -> int | None:
     """A descriptor holding the lock of ``path`` until it is closed; None where another has it.
 
-    The exclusive one, or one that is ``shared`` with whoever asks for no more: of a file that is there, and may be on
-    a disk that cannot be written from here.
+    The lock is exclusive. With ``shared`` it is held together with others that ask for no more. The file must then be
+    there, and may be on a disk that cannot be written from here.
     """
     fd = os.open(path, (os.O_RDONLY if shared else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o600)
     try:

@@ -159,8 +159,10 @@ async def _plan(service: ApiService, request: Request, body: dict[str, Any], pro
 
 
 class _Uncapturable(Exception):
-    """Nothing was generated: the engine that a capture was planned for took no connection, and no other can do it, or
-    it refused to capture what did not ask for it.
+    """The request cannot be captured, and nothing was generated.
+
+    The engine that a capture was planned for took no connection, and no other can do it; or it refused to capture what
+    did not ask for it.
     """
 
     def __init__(self, error: Exception) -> None:

@@ -44,13 +44,15 @@ _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one t
 class BucketReader(Unfollowed, RowReader):
     """A store in a bucket opened read-only, as of its head when it was opened or refreshed; safe for threads.
 
-    ``URL#PUSH`` opens a head that was taken over from, as it was. ``cache`` is a folder on a local disk, which has at
+    ``URL#PUSH`` opens a head that was taken over from, as it was. ``cache`` is a folder on a local disk. It holds at
     most ``cache_bytes`` (4 GiB) of rows and small arrays, and beside them the catalog. BucketError where there is no
     store, or the bucket does not answer; TapError without obstore. ``answer_s``: seconds that a read waits at most.
-    ``sweepers``: this is one of so many that go over many rows, each once, and share the cache's room.
+    ``sweepers``: the number of readers, this one included, that share the cache's room and go over many rows, each
+    once; 0: it is none of these.
 
-    ``catalog`` is the URL of a Postgres database that ``vllm-tap push --catalog`` brings the catalog to: nothing of it
-    is fetched or kept then, and every read is of the last push. CatalogError where it does not answer, or lags behind.
+    ``catalog`` is the URL of a Postgres database that ``vllm-tap push --catalog`` keeps a copy of the catalog in. Then
+    nothing of the catalog is fetched or kept here, and every read is of the last push. CatalogError where the database
+    does not answer, or lags behind.
     """
 
     def __init__(self, url: str, cache: str | Path | None = None, cache_bytes: int | None = None,

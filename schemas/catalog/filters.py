@@ -21,9 +21,9 @@ _1970: Final = datetime(1970, 1, 1, tzinfo=UTC)
 class CaptureFilter:
     """The conditions of wanted captures: all that is given must hold.
 
-    ``tags`` as (key, value), value None for any; ``model``: its name, or its LoRA adapter's; ``site`` in its canonical
-    name; ``since_ms`` included, ``until_ms`` not; ``text`` is looked for in tags and names, whatever
-    the case of its ASCII letters.
+    ``tags`` are (key, value), value None for any. ``model`` is the model's name, or that of its LoRA adapter. ``site``
+    is a canonical name. ``since_ms`` is included, ``until_ms`` is not. ``text`` is searched for in tags and names,
+    whatever the case of its ASCII letters.
     """
 
     tags: list[tuple[str, str | None]] = field(default_factory=list)

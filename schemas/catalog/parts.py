@@ -1,8 +1,9 @@
-"""Parts of a capture whose engine runs on several ranks: how far each has come, and their rows put together.
+"""Parts of a capture whose engine runs on several ranks: the progress of each, and their rows put together.
 
-A site whose rows one rank has whole is of that rank's part alone. Of a site that is shared out by columns a position is
-there where every part has it, computed in the same step: columns of two computations of a row, as before and after a
-preemption, are never put together. Where a part lacks the step that another has, its reason is the reason.
+A site whose rows one rank has whole belongs to that rank's part alone. Other sites are shared out by columns. A
+position of such a site is there if every part has it, computed in the same step. So columns of two computations of a
+row, as before and after a preemption, are never put together. Where a part lacks the step that another has, the part's
+reason for this is the position's reason.
 """
 
 from __future__ import annotations

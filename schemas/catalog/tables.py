@@ -1,12 +1,18 @@
 """The tables of the catalog.
 
-Beside what readers need: where rows lie that are never served (strays), which are to be erased (doomed), which control
-logs tell something of a capture (log_refs) or are to forget it (scrub), and how many bytes an owner has (owners): kept
-by triggers, so that whatever changes extents or captures keeps it true. An owner's captures stay its own. Beside its
-rows a capture has what it is known by (beside): records, index and names are taken to be CAPTURE_BYTES, and what the
-caller chose the size of is counted. A capture of an engine on several ranks has a row in parts for each of them that
-joined, beside the one that leads (schemas.wire.layout); rows and drops are those of the part that sent them, and
-``every_part`` is said of all. Ranks whose senders are gone while others of their group go on are in lost_ranks.
+These tables are there beside what readers need:
+ - strays: the places of rows that are never served.
+ - doomed: the captures whose rows in a segment are to be erased.
+ - log_refs: the control logs that tell something of a capture.
+ - scrub: the control logs that are to forget a capture.
+ - owners: the bytes of each owner. Triggers keep them right, whatever changes extents or captures.
+
+A capture never changes its owner. The column ``beside`` is the bytes that a capture has beside its rows. Its
+records, index and names are taken to be CAPTURE_BYTES; the fields whose size the caller chose are counted.
+
+A capture of an engine on several ranks has a row in parts for each rank that joined, beside the leading one
+(schemas.wire.layout). Rows and drops are those of the part that sent them. A drop of EVERY_PART is one of all parts.
+Ranks whose senders are gone while others of their group go on are in lost_ranks.
 """
 
 from __future__ import annotations

@@ -73,8 +73,11 @@ class CatalogView:
 
     @property
     def db(self) -> sqlite3.Connection:
-        """The catalog as it lies there now: a writer that found it damaged has put another in its place, and one that
-        nobody wrote to, on media that are read-only from here, has a writer again."""
+        """The catalog's connection, opened anew where the file has changed.
+
+        That happens where a writer found the catalog damaged and put another in its place. It also happens where a
+        catalog that nobody wrote to, on media that are read-only from here, has a writer again.
+        """
         try:
             seen = self._look(self._connection.immutable)
         except FileNotFoundError:

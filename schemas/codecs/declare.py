@@ -21,9 +21,9 @@ BFLOAT16_ERROR: Final = "rounding to bfloat16 (relative 2^-9)"
 class Stream:
     """One stream of a codec: ``shape`` of a row's piece in ``dtype`` as stored.
 
-    bfloat16 is stored as uint16 with ``view="bfloat16"`` because Zarr readers have no such dtype.
-    ``fill`` is what a Zarr reader sees where a row is missing; in a codec's first stream no encoder emits it,
-    but where the model itself made the NaN that ``raw`` stores.
+    bfloat16 is stored as uint16 with ``view="bfloat16"`` because Zarr readers have no such dtype. ``fill`` is the value
+    that a Zarr reader sees where a row is missing. No encoder emits it in a codec's first stream, with one exception:
+    ``raw`` stores a NaN that the model itself made.
     """
 
     name: str

@@ -1,9 +1,10 @@
 """``full8``: the row as uint8 with a scale and a zero point, as ``topk8`` and ``rp8`` code numbers. A legacy codec.
 
-Encoding of numbers y: s = bfloat16(max((max y − min y) / 253, max|y| / 32000)), rounded up; z = −round(min y / s);
-q = clip(round(y / s) + z, 0, 254), round half to even. The zero point lies anywhere in int16, not in 0..255 alone, so
-that numbers far from 0 keep their precision. 255 is the fill of a missing row. Numbers with a NaN or an infinity among
-them have the scale NaN and decode to NaN. A row of zeros has scale, zero point and codes 0.
+Encoding of numbers y: the scale is s = bfloat16(max((max y − min y) / 253, max|y| / 32000)), rounded up. The zero point
+is z = −round(min y / s). The codes are q = clip(round(y / s) + z, 0, 254), round half to even. The zero point lies
+anywhere in int16, not in 0..255 alone, so that numbers far from 0 keep their precision. 255 is the fill of a missing
+row. Numbers with a NaN or an infinity among them have the scale NaN and decode to NaN. A row of zeros has scale, zero
+point and codes 0.
 Decoding: y = (q − z) * s.
 
 One column a thousand times larger than the rest takes the whole range: the others are lost in its scale.

@@ -1,8 +1,8 @@
 """``int8b64``: int8 in blocks of 64 columns, a bfloat16 scale a block, the 8 largest entries kept apart.
 
 Encoding of a row x of width W: the OUTLIERS entries of largest magnitude are stored as (index, bfloat16 value) and
-taken as 0 in the blocks; each block b of 64 columns has scale s_b = bfloat16(max|x| / 127) and codes
-q = clip(round(x / s_b), -127, 127), round half to even. -128 is never emitted: it is the fill of a missing row.
+taken as 0 in the blocks. Each block b of 64 columns has the scale s_b = bfloat16(max|x| / 127) and the codes q =
+clip(round(x / s_b), -127, 127), round half to even. -128 is never emitted: it is the fill of a missing row.
 Decoding: x = q * s_b, then the outliers put back.
 """
 

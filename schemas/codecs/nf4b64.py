@@ -1,9 +1,10 @@
 """``nf4b64``: 4-bit normal-floats in blocks of 64 columns, the 8 largest entries kept apart.
 
 Encoding of a row x of width W: the 8 entries of largest magnitude are stored as (index, bfloat16 value) and taken as 0
-in the blocks; each block b of 64 columns has scale s_b = bfloat16(max|x|), rounded up, and of each x / s_b the number
-of the nearest of 15 LEVELS, in between the smaller one. Two numbers a byte, the first column in the lower half; an odd
-last one has 7 (the level 0) beside it. 15 is no number of a level: the byte 255 is the fill of a missing row.
+in the blocks. Each block b of 64 columns has the scale s_b = bfloat16(max|x|), rounded up. Each x / s_b becomes the
+number of the nearest of 15 LEVELS, or of the smaller one halfway between two. A byte holds two numbers, the first
+column's in its lower half. An odd last column has 7 (the level 0) beside it. No level has the number 15, so the byte
+255 is the fill of a missing row.
 Decoding: x = LEVELS[number] * s_b, then the outliers put back.
 
 LEVELS are quantiles of a normal distribution, largest 1, as in QLoRA (Dettmers et al. 2023, section 3), whose 16 levels

@@ -34,9 +34,10 @@ def columns(width: int, k: int, codec: str) -> int:
 def gaussian(width: int, k: int, seed: int) -> Matrix:
     """Independent normal numbers of variance 1/k, in C order, by Box and Muller from pairs of raw numbers (a, b).
 
-    k is at most the width: a larger one means that.
+    A k larger than the width is taken as the width.
 
-    u = ((a >> 11) + 1) / 2^53, v = (b >> 11) / 2^53, and the two numbers are √(−2 ln u) · cos 2πv and · sin 2πv.
+    u = ((a >> 11) + 1) / 2^53 and v = (b >> 11) / 2^53. The two numbers are √(−2 ln u) · cos 2πv and √(−2 ln u) · sin
+    2πv. Both are divided by √k.
     """
     k = min(k, width)
     raw = np.random.Philox(key=seed).random_raw(width * k + width * k % 2).reshape(-1, 2) >> np.uint64(11)
@@ -48,13 +49,15 @@ def gaussian(width: int, k: int, seed: int) -> Matrix:
 
 @lru_cache(maxsize=4)
 def hadamard(width: int, k: int, seed: int) -> Matrix:
-    """The first ``width`` rows of D · H · E · H, of it k columns, over √(n k): two transforms with random signs.
+    """The first ``width`` rows and k of the columns of D · H · E · H, divided by √(n k): two transforms with random
+    signs.
 
-    n is width rounded up to a power of two and H the n × n matrix of (−1)^popcount(i & j). D and E are diagonal: of the
-    first n raw numbers the lowest bit is set where the sign in D is −1, the next bit where that in E is. The columns
-    are the places of the k smallest of the following n raw numbers. Columns of the n × n product are orthogonal, and
-    what comes out is close to normal even where one column of a row is a thousand times larger than the others. k is at
-    most the width: a larger one means that.
+    n is width rounded up to a power of two and H the n × n matrix of (−1)^popcount(i & j). D and E are diagonal, with
+    signs from the first n raw numbers. The lowest bit of a number is set where the sign in D is −1, the next bit where
+    the sign in E is −1. The columns are the places of the k smallest of the following n raw numbers.
+
+    Columns of the n × n product are orthogonal. The projected numbers are close to normal even where one column of a
+    row is a thousand times larger than the others. A k larger than the width is taken as the width.
     """
     k, n = min(k, width), 1 << (width - 1).bit_length()
     raw = np.random.Philox(key=seed).random_raw(2 * n)

@@ -1,9 +1,9 @@
 """``sketch``: k numbers of a randomised Hadamard transform at 1 or 2 bits, for cosines between rows.
 
-y = x @ R with R = projection.hadamard(width, k, seed) in float32; s = bfloat16(√mean y²); the code of y is the number
-of thresholds at or below y / s: {0} at 1 bit, {−T, 0, T} at 2 (Lloyd 1982, Max 1960: least squared error on normal
-numbers). Codes lie bit after bit, the lower first, seven bits a byte, lowest bit first: a byte's highest bit is never
-set, and 255 is the fill of a missing row. A row with a NaN or an infinity has the scale NaN.
+y = x @ R with R = projection.hadamard(width, k, seed) in float32. The scale is s = bfloat16(√mean y²). The code of y is
+the number of thresholds at or below y / s: {0} at 1 bit, {−T, 0, T} at 2. They have the least squared error on normal
+numbers (Lloyd 1982, Max 1960). Codes are packed bit after bit, the lower first, seven bits a byte, lowest bit first. A
+byte's highest bit is never set, so 255 is the fill of a missing row. A row with a NaN or an infinity has the scale NaN.
 Decoding: y = LEVELS[code] * s. It cannot be undone; ``cosine`` compares rows.
 """
 

@@ -1,8 +1,8 @@
 """``topk``: the k entries of largest magnitude as (index, bfloat16 value), and the share of energy that they hold.
 
 k is a parameter, or follows from the density: ⌈density · width⌉. Indices ascend. Decoding: a row of zeros with the
-values in their places. ``kept`` is Σ kept x² / Σ x², of the row before rounding; 1 for a row of zeros, NaN where the
-row has a NaN or an infinity (which are kept before any number).
+values in their places. ``kept`` is Σ kept x² / Σ x², of the row before rounding. It is 1 for a row of zeros, and NaN
+where the row has a NaN or an infinity. Such entries are kept before any number.
 """
 
 from __future__ import annotations

@@ -21,12 +21,12 @@ VALID_SITE: Final = f"one of {', '.join(EDITABLE)}, with a layer (resid_post.12)
 
 
 class Arms(msgspec.Struct, frozen=True):
-    """The places that an engine is armed to edit: layers and width by site; ``depth`` edits at most of one row,
-    ``rows`` that it keeps at once for all its requests.
+    """The places that an engine is armed to edit: layers and width by site. ``depth``: edits of one row, at most.
+    ``rows``: rows of edits that it keeps at once for all its requests, at most.
 
-    ``vectors``: numbers of its own vectors by name; ``heads``: numbers of a head, by site that has heads; ``probes``:
-    names of a probe's scores, that conditions may be about. ``without_when``: why this engine has no conditions; ""
-    where it has.
+    ``vectors``: numbers of its own vectors by name. ``heads``: columns of a head, by site that has heads. ``probes``:
+    names of a probe's scores, that conditions may be about. ``without_when``: the reason why this engine has no
+    conditions; "" where it has them.
     """
 
     layers: dict[str, list[int]]

@@ -1,8 +1,8 @@
 """Edits as an engine makes them: where, on which rows, and in which form.
 
-Every operation is one form, of a row x and a vector v, in float32 and rounded once at the end ::
+Every operation has one form, of a row x and a vector v. It is computed in float32 and rounded once at the end ::
 
-    y = a·x + (c + clamp(t, low, high) − t)·v        t = x·v
+    y = a·x + (c + clamp(t, low, high) − t)·v        t = x·v.
 
 An edit of some heads has this for each of them alone, in its own columns; the others stay.
 """
@@ -49,9 +49,11 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """When a request's conditional edits are made, or with ``stops`` it ends: from a score of ``above`` on, of a row
-    that a token is drawn from, until one ``below``, each time from the next step on. ``column``: which score of the
-    probe.
+    """The condition under which a request's conditional edits are made or, with ``stops``, the request ends.
+
+    It watches the score ``column`` of a probe on each row that a token is drawn from. It begins to hold at a score of
+    at least ``above``, and no longer holds after one less than ``below`` (None: it holds on). Each change takes effect
+    from the next step on.
     """
 
     probe: str

@@ -3,7 +3,7 @@
     "edit": [{"site": "resid_post", "layers": [12], "positions": "generated", "op": "add", "vector": [...], "scale": 4},
              {"site": "resid_post.20", "op": "ablate", "vector": "refusal"}]
 
-``parse_edits`` checks what a caller sent; EditError or LimitError names the field, its value and what would be valid.
+``parse_edits`` checks what a caller sent. EditError or LimitError names the field, its value and what would be valid.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The loops of schemas.native.loops, compiled by numba as this is imported: a second of a processor, 70 MB.
 
-Against loops written in LLVM's own language, in turns: hashing takes 0.92 of the time, decoding to float32 0.99, to
-float16 and bfloat16 1.11 to 1.18, which is 0.02 to 0.04 ms of a slice of 512 rows that takes 4 to 6.
+They were timed in turns with loops written in LLVM's own language. Hashing takes 0.92 of the time of those, decoding to
+float32 0.99, to float16 and bfloat16 1.11 to 1.18. The latter costs 0.02 to 0.04 ms of a slice of 512 rows that takes 4
+to 6.
 """
 
 from __future__ import annotations
@@ -69,10 +70,11 @@ def digests(state, at, nbytes, seeds, out):
 
 @njit(void(_read(int64), int64, _read(int64), _read(uint64), uint64[::1]), nogil=True)
 def copied(at, nbytes, to, seeds, out):
-    """The bytes at each address copied to another, the next piece (its second page too) on its way from memory
-    meanwhile; where ``out`` has room, xxh3 of each copy, while the processor's first cache has it.
+    """Copy the bytes at each address to another. Where ``out`` has room, put the xxh3 of each copy there, hashed while
+    the processor's first cache has it.
 
-    Without the hints random rows take 1.15 times as long.
+    Meanwhile the next piece (its second page too) is on its way from memory. Without these hints random rows take 1.15
+    times as long.
     """
     for i in range(len(at)):
         ahead = at[min(i + 1, len(at) - 1)]

@@ -1,10 +1,11 @@
-"""Loops over rows in machine code: xxh3 of many pieces, copies of them, rows of codes decoded, numbers made narrower
-and wider; each in one call that leaves the interpreter alone.
+"""Loops over rows in machine code: they hash many pieces (xxh3), copy them, decode rows of codes, and make numbers
+narrower or wider. Each is one call that leaves the interpreter alone.
 
-In Python each piece is a call and objects for it, three times what hashing 4 KB takes; NumPy goes over blocks twice.
-numba, which comes with vLLM, compiles ``schemas.native.compiled``: a second of a processor and 70 MB of memory, once
-in a process, so it is done for those alone who hash many pieces, in a thread beside them. Where it cannot be done (no
-numba, an xxhash without the functions, memory that may not become code) all go on in Python.
+In Python each piece takes a call and objects, three times what hashing 4 KB takes. NumPy goes over blocks twice. numba,
+which comes with vLLM, compiles ``schemas.native.compiled``. That takes a second of a processor and 70 MB of memory,
+once in a process. So it is done only for a process that hashes many pieces, in a thread beside it. Where it cannot be
+done, everything goes on in Python. The causes: no numba, an xxhash without the functions, or memory that may not become
+code.
 """
 
 from __future__ import annotations
@@ -125,10 +126,11 @@ class Loops:
         self._compiled.copied(np.ascontiguousarray(at, np.int64), nbytes, to, seeds, found)
 
     def decoded(self, codes: npt.NDArray[Any], scales: F32, at: I64, values: F32, dtype: str) -> npt.NDArray[Any]:
-        """Codes, int8 ``[..., width]``, each block of 64 of them by one of ``scales`` ``[..., width / 64]``, then the
-        ``values`` ``[..., k]`` at those columns: as float32, or rounded to float16 or bfloat16 (its bits, uint16).
+        """Decode int8 codes ``[..., width]``: each block of 64 is multiplied by one of ``scales`` ``[..., width /
+        64]``, then the ``values`` ``[..., k]`` are put at the columns ``at``.
 
-        IndexError where a column lies beyond.
+        The result is float32, or rounded to float16 or bfloat16 (its bits, uint16). IndexError where a column lies
+        beyond.
         """
         width, kept = codes.shape[-1], at.shape[-1]
         rows = codes.size // width

@@ -130,11 +130,11 @@ class ChunkCache:
 
 
 class Sparing:
-    """The allowance of a reader that goes over many rows, each once, to fill a cache: as much as there is ``room`` for,
-    then a 32nd of what it reads past it.
+    """The allowance of a reader that goes over many rows, each once, to fill a cache. It may put as many bytes as there
+    is ``room`` for, then a 32nd of those that it reads past the cache.
 
-    So rows of an epoch do not push each other out before they are used again, what nobody uses any more goes after a
-    while, and no more than that 32nd is fetched in vain.
+    So rows of an epoch do not push each other out before they are used again. Rows that nobody uses any more go after a
+    while. No more than that 32nd is fetched in vain.
     """
 
     def __init__(self, room: int) -> None:

@@ -1,7 +1,7 @@
 """Blocks of a store's folder whose rows lie in a bucket alone, and the record of each that says where.
 
-    writers/w0/evicted/<number>.json     written durably before any row leaves the disk, removed after all are back
-    blocks/w0-<number>.zarr/             its small files as they were; a stub is in the place of each file of rows
+    writers/w0/evicted/<number>.json     written durably before any row leaves the disk, removed after all are back.
+    blocks/w0-<number>.zarr/             its small files as they were; a stub is in the place of each file of rows.
 
 The first stream's file says whether the rows are away: it goes first and comes back last.
 """

@@ -9,9 +9,10 @@
         index.zip                            its small files and side arrays once more, the end of its main shard, and
                                              ``objects.json``; it is put last: a block that has one is whole
 
-A block's identity is the hash of its small files, the checksums of all rows among them: one that rows were erased from
-lies elsewhere. Epoch 0 is not written. A push makes objects of its head's epoch alone, and names older ones only where
-the head before does: what no head names of an epoch that is over will never be named again.
+A block's identity is the hash of its small files, which include the checksums of all rows. So a block that rows were
+erased from lies elsewhere. Epoch 0 is left out of the key. A push makes objects of its head's epoch alone. It names
+older objects only where the head before does. So if an epoch is over and no head names an object of it, none will ever
+name it again.
 """
 
 from __future__ import annotations

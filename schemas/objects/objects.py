@@ -228,8 +228,8 @@ class Objects:
 
     @contextmanager
     def _told(self, op: str, key: str) -> Iterator[None]:
-        """Errors of the client as ours, in one line; TapError in a process that was forked from one with a client: its
-        threads stayed behind, so every request would wait for ever.
+        """Raise errors of the client as ours, in one line. TapError in a process that was forked from one with a
+        client: the client's threads stayed behind, so every request would wait for ever.
         """
         global _process
         if _process not in (None, os.getpid()):

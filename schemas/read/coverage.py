@@ -1,17 +1,17 @@
-"""Coverage of a capture: the rows that are there and why others are not: expected = captured + missing, for every site
-× layer.
+"""Coverage of a capture: the rows that are there, and the reason why others are not. For every site × layer, expected =
+captured + missing.
 
-The latest computation of a (site, layer, position) wins by its sequence number; a drop supersedes older rows in its
-range; what lies at or past the end of a finished capture is stale and never served.
+The latest computation of a (site, layer, position) wins by its sequence number. A drop supersedes older rows in its
+range. Rows at or past the end of a finished capture are stale and never served.
 
-Drafts of speculative decoding are rows like others, but flagged. While a capture runs they are served once a row that
-is no draft follows them: the step that made it began after their acceptance. When it is finished its tokens decide: a
-draft that the final sequence does not have is rejected, and so is all that its step computed after it, even where a
-token happens to be equal, for its context was wrong. An older row never takes the place of a newer one that is not
-served.
+Drafts of speculative decoding are rows like others, but flagged. While a capture runs, a draft is served once a row
+that is no draft follows it: the step that made this row began after the draft was accepted. When the capture is
+finished, its tokens decide. A draft that the final sequence does not have is rejected, and so are all rows that its
+step computed after it. This holds even where a token happens to be equal, because its context was wrong. An older row
+never takes the place of a newer one that is not served.
 
-Of an engine on several ranks all this holds of each rank's part, whose numbers and drops are its own; then the columns
-of rows that are shared out are put together (schemas.catalog.parts).
+With an engine on several ranks all this holds for each rank's part, whose numbers and drops are its own. Then the
+columns of rows that are shared out are put together (schemas.catalog.parts).
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def _computed(extents: Sequence[Extent]) -> int:
 def _rejected(position: I64, token: I64, draft: Bools, tokens: npt.NDArray[np.uint32], era: I64) -> Bools:
     """Drafts that the final sequence does not have, and the drafts after them in their steps; rows oldest first.
 
-    A step's rows begin with one that is no draft or, where that one was not asked for, where positions fall back or,
-    where it was dropped, with another ``era``: the number of drops before the row.
+    A step's rows begin with one that is no draft. If that row was not asked for, they begin where positions fall back.
+    If it was dropped, they begin where ``era`` changes: the number of drops before the row.
     """
     if not draft.any():
         return draft

@@ -40,8 +40,8 @@ class CoveredCapture:
 
     @property
     def size(self) -> int:
-        """The size in rows: each once by its frame, and once more for every group of layers that has it, as what
-        follows from it, ``locations`` too, is kept for each of them.
+        """The size in rows. Each row counts once by its frame, and once more for every group of layers that has it:
+        what follows from a row (``locations`` too) is kept for each group.
         """
         groups = [group for groups in self.coverage.sites.values() for group in groups]
         return _ENTRY_ROWS + sum(len(extent.table) // 16 for extent in self.extents) + sum(

@@ -70,12 +70,12 @@ def live_of(frame: FrameAt, view: View, capture: str, layers: Sequence[int], fir
 
 
 class PartsCursor:
-    """The place that a follower has reached in the rows of a capture of several ranks: of each layer, the step
-    and position of the last row. Steps up to ``after`` were had before.
+    """The place that a follower has reached in the rows of a capture of several ranks: of each layer, the step and
+    position of the last row. Steps up to ``after`` were had before.
 
-    Ranks come as fast as they come, so a step is told once something of a later one is there from each of those that
-    have columns of the layer, or nothing more will come: what is put together is then of the newest computation, and
-    drafts are decided on.
+    Ranks do not progress in step. So a step is told only once each rank that has columns of the layer has sent
+    something of a later one, or will send nothing more. Then the joined rows are of the newest computation, and it is
+    decided which drafts hold.
     """
 
     def __init__(self, after: int = 0) -> None:

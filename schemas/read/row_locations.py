@@ -1,8 +1,9 @@
-"""Locations of a capture's rows, down to the byte: found out once, then any of the rows are copied together.
+"""Locations of a capture's rows, down to the byte. They are found out once; then any of the rows are copied together.
 
-They are a table with a column of int64 each, ``[columns, n]``. A row's piece of a layer in stream s is the bytes from
-``PARTS + s`` on, ``(FIRST + column of the layer × STEP) × piece bytes`` further. Of rows that are found by their
-numbers in a block, cold or in a bucket, it follows from ROW alone, also where the block moves since: the others are 0.
+They are a table of int64 ``[columns, n]``: n rows, with the constants below as numbers of the columns. For a layer and
+a stream s, a row's piece begins ``(FIRST + index of the layer × STEP) × piece bytes`` after the byte offset in
+``PARTS + s``. Some rows are found by their numbers in a block, cold or in a bucket. The places of these follow from ROW
+alone, also where the block moves since; FIRST, STEP and the columns from PARTS on are 0.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class RowReader(CatalogReader):
     ) -> Slice:
         """Rows at positions ``[start, stop)`` of some layers of a site, clipped to what the capture can have.
 
-        ``rejected``: instead of the sequence's own rows, those of drafts (speculative decoding) that were not accepted,
-        by position and, where one was guessed at more than once, oldest first; ``token_ids`` are the guesses.
+        ``rejected``: instead of the sequence's own rows, those of drafts (speculative decoding) that were not accepted.
+        They come by position and, where one was guessed at more than once, oldest first; ``token_ids`` are the guesses.
 
         LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
         """

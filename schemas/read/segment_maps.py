@@ -36,9 +36,9 @@ _GONE: Final = "the block was compacted or taken away since, or the store is not
 class SegmentMaps:
     """Frames of a store by (segment, byte offset); thread-safe.
 
-    A frame's head is parsed once and kept as a copy. What is copied of its payload is held against the checksums of the
-    rows after every read: a map shows the file as it is now, and hashing costs less than a wrong row. A block has the
-    checksums; those of a frame in an open segment are made when the whole frame has been proved, once, and kept.
+    A frame's head is parsed once and kept as a copy. Copied payload is held against the checksums of the rows after
+    every read: a map shows the file as it is now, and hashing costs less than a wrong row. A block has the checksums.
+    Those of a frame in an open segment are made once, when the whole frame has been proved, and kept.
     """
 
     def __init__(self, store: Path, uuid: bytes) -> None:
@@ -94,11 +94,11 @@ class SegmentMaps:
                             "vllm-tap fsck names all that do not")
 
     def expected(self, segment: Segment, view: View, pieces: I64, copied: list[Bytes], which: slice | I64) -> U64:
-        """Checksums of ``which`` rows of ``copied``, ``[layers, rows, piece bytes]`` by stream, from a frame in
-        a segment that has no checksums itself.
+        """Checksums of ``which`` rows of ``copied``, ``[layers, rows, piece bytes]`` by stream, from a frame in a
+        segment that has no checksums itself.
 
-        They are made once, of the frame as it was proved, and stay right: an open segment is only appended to, and rows
-        that are erased once it is a block do not match. Where pieces are small, and may be millions, the whole frame is
+        They are made once, of the frame as it was proved, and stay right. An open segment is only appended to, and rows
+        that are erased once it is a block do not match. Small pieces may be millions, so there the whole frame is
         proved at every read instead.
         """
         assert isinstance(view, FrameView)  # a cold block has checksums

@@ -1,10 +1,10 @@
 """Cold blocks: what compaction makes of sealed ones. Rows are sorted by capture; a layer's rows lie together.
 
-Every stream is a shard of chunks of CHUNK_ROWS rows of one layer, all of a layer before the next; a chunk that no row
-needs is not there. The rows of a capture that followed each other are one frame of one run, whose offset is its first
-row in the block: for readers a ``ColdFrame`` is what a ``FrameView`` is. A frame's ``frame_xxh3`` covers everything
-that the small arrays say of it, a row's ``checksum`` its bytes. Nothing in a cold block is ever changed: whatever takes
-rows out of it makes another that replaces it. Where the attribute ``compression`` says so, the chunks of its one stream
+Every stream is a shard of chunks of CHUNK_ROWS rows of one layer, all of a layer before the next. A chunk that no row
+needs is not there. The rows of a capture that followed each other are one frame of one run. Its offset is its first row
+in the block. Readers use a ``ColdFrame`` as they use a ``FrameView``. A frame's ``frame_xxh3`` covers everything that
+the small arrays say of it; a row's ``checksum`` covers its bytes. Nothing in a cold block is ever changed: to take rows
+out, another block is made that replaces it. Where the attribute ``compression`` says so, the chunks of its one stream
 are compressed (schemas.store.compressed).
 """
 

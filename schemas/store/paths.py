@@ -91,8 +91,8 @@ def array_document(
 ) -> dict[str, Any]:
     """Metadata of an array of one chunk; with ``inner``, a shard of such chunks with its index at the end.
 
-    ``chunk`` is the chunk's shape where it is not the array's: a shard holds whole inner chunks, each through the codec
-    ``compressor`` where one is given; without ``inner`` the array has as many chunks as it takes.
+    ``chunk`` is the chunk's shape where it is not the array's. With ``inner`` a shard holds whole inner chunks, each
+    through the codec ``compressor`` where one is given. Without it the array has as many chunks as it takes.
     """
     codecs: list[dict[str, Any]] = [BYTES]
     if inner is not None:

@@ -1,10 +1,10 @@
 """The segment format: frames one after the other, each a hashed head, its side streams and its main stream.
 
-    prelude 64 B | header (msgpack) | row table | pad | side streams | pad | main stream | pad     (pads to 4096)
+    prelude 64 B | header (msgpack) | row table | pad | side streams | pad | main stream | pad     (pads to 4096).
 
-A segment is the journal file of one (site, codec, width, dtype, fingerprint) and later, unchanged but for an index
-appended to it, the shard of a Zarr array. The parser trusts no length: everything is held against limits, the file's
-size and the hash before it is used, and the walk ends at the first frame that is not whole.
+A segment is first the journal file of one (site, codec, width, dtype, fingerprint). Later it is the shard of a Zarr
+array, unchanged but for an index appended to it. The parser trusts no length: it holds everything against limits, the
+file's size and the hash before it is used. The walk ends at the first frame that is not whole.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ def parse_frame(data: memoryview, offset: int, store: bytes, number: int, path: 
                 ) -> FrameView:
     """The frame at ``offset`` of a segment; CorruptError (naming ``path`` and the offset) if it is not whole.
 
-    ``data`` may end with the frame's head where ``file_bytes``, the size of the file that it is from, says how much
-    follows; then nothing of the payload can be had of the view.
+    ``data`` may end with the frame's head if ``file_bytes``, the size of the file that it is from, says how much
+    follows. Then the view can give nothing of the payload.
     """
     size = max(len(data), file_bytes)
 

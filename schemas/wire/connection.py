@@ -27,8 +27,8 @@ _ANSWERS_MAX: Final = 64  # taken at once, then the sender has its turn
 class Connection:
     """The socket of the stream in ``window``, for one thread, between ``open`` and ``close``.
 
-    ``hello`` is what a Hello says beside the stream's name and numbers; ``ping`` makes a sign of life; ``curve`` is the
-    folder of keys where the writer is on another host.
+    ``hello`` has the fields of a Hello beside the stream's name and numbers. ``ping`` makes a sign of life. ``curve``
+    is the folder of keys where the writer is on another host.
     """
 
     welcome: Welcome | None = None  # None while the writer has not taken this connection's Hello

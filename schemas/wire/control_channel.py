@@ -1,8 +1,8 @@
 """The control channel: one thread that carries records to the writer and keeps each until the writer holds it.
 
 Used by the API, by the front end of the engine and by the command line. A caller hands over a function that makes the
-record from its sequence number; the number is given when the record is first sent, so a record that was never sent can
-be withdrawn without leaving a gap. No ZeroMQ socket is ever touched from a caller's thread.
+record from its sequence number. The number is given when the record is first sent, so a record that was never sent can
+be withdrawn without leaving a gap. No caller's thread ever touches a ZeroMQ socket.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class ControlChannel:
     def submit(self, make: Callable[[int], Record], timeout_s: float = limits.control_submit_timeout_ms / 1000) -> None:
         """Returns once the record is durable.
 
-        Raises ConflictError (id taken, or held), NotFoundError, ProtocolError where the writer refuses it, and
-        StoreError where it does not answer within ``timeout_s`` seconds; the record was then withdrawn if it had not
-        been sent, else it may still arrive.
+        Raises ConflictError (id taken, or held), NotFoundError or ProtocolError where the writer refuses it. Raises
+        StoreError where the writer does not answer within ``timeout_s`` seconds. The record was then withdrawn if it
+        had not been sent, else it may still arrive.
         """
         with self._hurrying():
             done = threading.Event()
@@ -122,8 +122,8 @@ class ControlChannel:
     def post(self, make: Callable[[int], Record]) -> None:
         """Queues the record and returns; StoreError where too many wait already.
 
-        It goes a moment later, with what else is posted by then: a caller in the middle of a batch of answers is not
-        made to take turns with the thread at each of them.
+        The record goes a moment later, together with others posted by then. So a caller in the middle of a batch of
+        answers does not take turns with the thread at each of them.
         """
         self._put(make)
 

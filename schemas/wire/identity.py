@@ -1,9 +1,9 @@
 """Nonces, which tell a sender from a copy of it: a process that was cloned, or a snapshot that was resumed twice.
 
-Both have the same stream and numbers, and whatever was drawn before. So a number is drawn for each Hello, and a Hello
-tells those of late: the writer keeps the newest of the Hello that it took last, and takes another only where that is
-among what it tells. The sender itself knows what it drew; of its copies only one can be the first to come, and the
-others do not know what that one drew.
+Both have the same stream and numbers, and the nonces drawn before the copy. So a number is drawn for each Hello, and a
+Hello tells the recent ones. The writer keeps the newest number of the Hello that it took last. It takes another Hello
+only if that number is among those that it tells. The sender itself knows what it drew. Of its copies only one can be
+the first to come, and the others do not know the number that this one drew.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ _WORD: Final = "writer times "
 
 
 class LineTimes(msgspec.Struct, frozen=True):
-    """Seconds that the engine waited for room in its ring, by who had to make it (of the rank that waited longest); and
-    seconds in which the writer's stages were at work, side by side, since its start.
+    """Seconds that the engine waited for room in its ring, by the stage that had to make it, of the rank that waited
+    longest. Also the seconds in which the writer's stages were at work, side by side, since its start.
     """
 
     copies: float = 0.0  # from the device to the ring

@@ -1,13 +1,13 @@
 """Every message on the wire, as msgspec structs: frames of rows, control records, and the writer's answers.
 
 A *stream* is one sender: an engine's worker rank, an API process, a front end. It numbers what it sends (``seq`` from
-1, frames and records in one sequence) and keeps each until the writer's Ack covers it; after a reconnect it sends
-again what was not covered, and the writer drops what it already has by (stream, epoch, seq).
+1, frames and records in one sequence) and keeps each until the writer's Ack covers it. After a reconnect it sends again
+what was not covered. The writer drops what it already has by (stream, epoch, seq).
 
 An engine on several ranks has a stream a rank. They are a *group*: its rank 0 opens and finishes captures, the others
 join them, and each sends its share of their rows (layout.py).
 
-A message is a ZeroMQ multipart: part 0 is the msgpack struct; a Frame adds its row table and, where the payload does
+A message is a ZeroMQ multipart: part 0 is the msgpack struct. A Frame adds its row table and, where the payload does
 not lie in the shared ring, the payload parts. No part is ever unpickled.
 """
 
@@ -24,10 +24,10 @@ from schemas.wire.layout import Part
 
 
 class Editable(msgspec.Struct, frozen=True):
-    """The places that requests may edit: layers by site, at most ``depth`` edits of one row, site and layer;
-    ``vectors``: names that they may use; ``rows``: that edits of requests at once may set rows to. ``counted``: by rank
-    the places, layers by site (``schemas.sites.edited_place``), of which it counts what was done there; none where the
-    leader counts all.
+    """The places that requests may edit: layers by site, at most ``depth`` edits of one row, site and layer.
+    ``vectors``: names that they may use. ``rows``: the number of rows that edits of requests may set at once.
+    ``counted``: for each rank the places (layers by site, ``schemas.sites.edited_place``) where it counts what was
+    done; empty where the leader counts all.
     """
 
     layers: dict[str, list[int]]
@@ -38,8 +38,8 @@ class Editable(msgspec.Struct, frozen=True):
 
 
 class Ring(msgspec.Struct, frozen=True):
-    """Memory of a rank for rows on their way to the writer: its bytes, ``why`` so many, and what happens when it is
-    full ("drop": rows are dropped; "wait": generation waits).
+    """Memory of a rank for rows on their way to the writer: ``nbytes`` is its size and ``why`` the reason for this
+    size. ``on_full`` says what happens when it is full ("drop": rows are dropped; "wait": generation waits).
     """
 
     nbytes: int
@@ -48,7 +48,7 @@ class Ring(msgspec.Struct, frozen=True):
 
 
 class Attends(msgspec.Struct, frozen=True):
-    """The rule by which attention of some layers weighs keys, as ``schemas.attention.AttentionRule`` has it; ``beyond``
+    """The rule by which attention of some layers weighs keys, as ``schemas.attention.AttentionRule`` has it. ``beyond``
     names what no such rule says ("attention sinks"), "" where there is nothing of the kind. ``cache``: the dtype that
     the engine's cache rounds keys to ("fp8"), "" where they stay as they were computed.
     """
@@ -63,9 +63,9 @@ class Attends(msgspec.Struct, frozen=True):
 
 
 class Proved(msgspec.Struct, frozen=True):
-    """The proof at the engine's start that rows of a site are right: the ``identity`` that they fulfil, and how far
-    they are ``off`` it in the layer that is furthest: a sum of the stream's numbers, equal rows of their length. None
-    where no number is compared.
+    """The proof at the engine's start that rows of a site are right: the ``identity`` that they fulfil. ``off`` is the
+    error of the rows in the layer where it is largest. The error of a sum is relative to the stream's numbers, that of
+    equal rows to their length. None where no number is compared.
     """
 
     identity: str

@@ -1,4 +1,4 @@
-"""A capture as a Zarr v3 hierarchy that nobody has written: each value is made when its key is read.
+"""A capture as a Zarr v3 hierarchy that is never written: each value is made when its key is read.
 
     zarr.json                            the manifest as attributes; metadata of everything below it (consolidated)
     prompt_token_ids, output_token_ids   uint32 [tokens]
@@ -7,7 +7,7 @@
     SITE/position, SITE/token_id         int64 [token]: the positions that were asked for, and what stands there
     SITE/layer                           int64 [layer]
 
-Keys are looked up among these and become no path.
+Keys are looked up among these and never become paths.
 """
 
 from __future__ import annotations

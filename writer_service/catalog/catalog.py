@@ -201,8 +201,10 @@ def _note_stray(db: sqlite3.Connection, item: Indexed, capture: str) -> None:
 
 
 def _part(db: sqlite3.Connection, item: Indexed, capture: str) -> int | None:
-    """The part whose rows these are; None where they do not count: they do from the stream that opened the capture,
-    between its Open and its Finish, and from those that joined it, between their Join and their PartFinish.
+    """The part whose rows these are; None where they do not count.
+
+    Rows count from the stream that opened the capture, between its Open and its Finish. They count from streams that
+    joined it, between their Join and their PartFinish.
     """
     row = db.execute('SELECT stream, epoch, open_seq, finish_seq, deleted OR quota AS refused, "group" FROM captures '
                      "WHERE id = ?", (capture,)).fetchone()

@@ -20,10 +20,11 @@ _LOOK_S: Final = 0.5
 class LostRanks:
     """Ranks that are lost, by their group or the engine that is in none, as the journal was last told.
 
-    A rank is lost where it was last heard so many seconds before the last of its server, and is not where it is heard
-    again. A server that ended, or that nobody hears, has none that are lost, nor has an engine that ended; a server
-    that comes back from standing still as a whole is heard rank by rank, and gets the time for that. Where all that
-    live of a server follow others of their names, those that were last heard before are of a start that is over.
+    A rank is lost if it was last heard more than ``lost_after_s`` seconds before the last of its server. It is not lost
+    any more once it is heard again. A server that ended, or that nobody hears, has no lost ranks; nor has an engine
+    that ended. A server that stood still as a whole is heard rank by rank when it comes back, and gets the time for
+    that. If all living engines of a server follow others of their names, the server was started again. Engines that
+    were last heard before are then of a start that is over.
     """
 
     def __init__(self, db: sqlite3.Connection, journal: Journal, senders: Iterable[SenderState], lost_after_s: float
@@ -117,9 +118,10 @@ class LostRanks:
         return [row["rank"] for row in self._db.execute(query, (group,))]
 
     def _lost(self, group: str, ranks: Mapping[int, SenderState], newest: float) -> list[int]:
-        """The lost ranks of a group, the last of whose server was heard at ``newest``. Who was forgiven a silence of
-        ours counts as heard just now, like who was not silent; who was lost before it began to be waited for is lost
-        until it is heard.
+        """The lost ranks of a group, the last of whose server was heard at ``newest``.
+
+        A rank that was forgiven a silence of ours counts as heard just now, like one that was not silent. A rank that
+        was lost before it began to be waited for is lost until it is heard.
         """
         since = self._since[group]
         count = max(1, *(len(state.layout) for state in ranks.values()))

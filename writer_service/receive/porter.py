@@ -1,15 +1,16 @@
 """The porter: a process before the writer's sockets that lets in no more connections than the writer has room for.
 
-ZeroMQ accepts whoever comes, and ends the process when no descriptor is left. So strangers never come to it: the porter
-accepts, counts, and carries bytes between each connection and one of its own to the writer.
- - A *stranger* is a connection whose handshake has not ended. There are so many of a peer and so many in all, for so
-   long; one more turns another one away, by lot, of the peer that has most. Who says nothing never reaches the writer.
+ZeroMQ accepts every connection, and ends the process when no descriptor is left. So strangers never come to it: the
+porter accepts, counts, and carries bytes between each connection and one of its own to the writer.
+ - A *stranger* is a connection whose handshake has not ended. Their number is limited for each peer and in all, and so
+   is their time. One more than a peer's limit turns another of that peer away, by lot. One more than the limit in all
+   turns another one away, by lot, of the peer that has most. Who says nothing never reaches the writer.
  - Of those that have shown a key no peer on another host has more than its part.
  - A connection counts until the writer's end of it is known to be closed: the bound holds at every moment.
 
-It needs the standard library alone, and ends when the writer does: it sees the end of ``control``, and where the writer
-is killed the system kills it, since one that stands still would keep the port and connections. Every round of its
-loop is counted where the writer sees it: a porter that goes round no more is killed and started anew.
+The porter needs the standard library alone, and ends when the writer does: it sees the end of ``control``. Where the
+writer is killed the system kills the porter, since one that stands still would keep the port and connections. Every
+round of its loop is counted where the writer sees it: a porter that goes round no more is killed and started anew.
 """
 
 from __future__ import annotations

@@ -33,8 +33,9 @@ class _Wait:
 class Unopened:
     """Captures that wait for their Open, each since it was first seen to.
 
-    A leader opens in the same step in which others join. So none comes any more where all that waited at the leader
-    some time after the Join has arrived, where the leader ended, or where it has been silent for long.
+    A leader opens a capture in the same step in which others join it. So no Open comes any more where the leader ended,
+    or has been silent for long. Nor does one come after everything has arrived that waited at the leader some time
+    after the Join.
     """
 
     def __init__(self, db: sqlite3.Connection, journal: Journal, rules: CaptureRules, senders: Senders,

@@ -49,8 +49,8 @@ def check_folder(store: Path) -> None:
 
 
 def make_store(store: Path) -> bytes:
-    """The store's uuid; the folder becomes a store where it is none yet, and one of before becomes one of today:
-    programs that know no more than that one do not write to it from now on.
+    """The store's uuid. The folder becomes a store where it is none yet. A store of an older version becomes one of
+    today's: programs that know only the older version do not write to it from now on.
     """
     file = store / "store.json"
     if not file.exists():

@@ -1,8 +1,8 @@
 """Writer of a cold block (schemas/store/cold_block.py): rows of other blocks, ordered by capture, a layer together.
 
-The shards are written here and not by zarr-python, which writes the chunks of a shard in Morton order instead of layer
-by layer, leaves out chunks of rows that are all zero, holds the whole shard in memory twice, takes a second to import,
-and writes past ``fs``, where syncs are ordered and faults are tried.
+The shards are written here and not by zarr-python. That writes the chunks of a shard in Morton order instead of layer
+by layer, and leaves out chunks of rows that are all zero. It holds the whole shard in memory twice and takes a second
+to import. It also writes past ``fs``, where syncs are ordered and faults are tried.
 """
 
 from __future__ import annotations

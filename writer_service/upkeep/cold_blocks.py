@@ -45,8 +45,8 @@ def build(store: Path, uuid: bytes, db: sqlite3.Connection, number: int, replace
     ``compress`` it where its codec has one stream alone; one that replaces a compressed block always is.
 
     StoreError where a row does not match its checksum, OSError where the disk fails: nothing has changed then. Not
-    ``strict``, because rows beside them must go: damaged rows are carried over with the checksum that tells, and
-    frames of which nothing can be told any more are left out.
+    ``strict`` where damaged rows must not stop the removal of rows beside them. Damaged rows are then carried over with
+    the checksum that tells, and frames of which nothing can be told any more are left out.
     """
     segment = load_segment(db, replaces[0])
     if segment is None:

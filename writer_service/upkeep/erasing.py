@@ -129,8 +129,10 @@ def plan(store: Path, uuid: bytes, number: int, captures: Sequence[str]) -> Redo
 
 
 def _frames(block: Block, uuid: bytes, number: int) -> Iterator[tuple[FrameView | tuple[int, int], I64]]:
-    """Each frame with its rows in the block; (offset, bytes) of one whose head cannot be read, and of what lies between
-    frames: damaged ones without a row in the block, whose they are is not known any more."""
+    """Each frame with its rows in the block. A frame whose head cannot be read is given as (offset, bytes).
+
+    So are the bytes between frames: damaged frames without a row in the block. It is not known any more whose they are.
+    """
     data = map_file(block.main)
     ends = [*block.frames.tolist()[1:], block.attributes["frames_end"]]
     row = 0

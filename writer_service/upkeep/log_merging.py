@@ -1,8 +1,8 @@
 """Make one control log of several that nobody appends to: each round of erasing leaves one, and a start too.
 
-The records of the logs first … last go, as they lie there, into the log ``last``, whose head says how many numbers
-below its own it stands for; then the others are removed. A crash between the two leaves logs whose records another has
-as well: the next start removes them. So a log that is not there is found in the next one that is (``log_of``).
+The records of the logs first … last go, as they lie there, into the log ``last``. Its head says how many numbers below
+its own it stands for. Then the others are removed. A crash between the two leaves logs whose records another has as
+well; the next start removes them. So a log that is not there is found in the next one that is (``log_of``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def log_of(numbers: Sequence[int], number: int) -> int | None:
 def mergeable(store: Path, before: int, damaged: Collection[int] = ()) -> list[int]:
     """Neighbouring logs below ``before`` that should be one, ascending; none where there are few of them.
 
-    A log joins smaller ones after it only where it is not much larger than all of these, so no record is written more
+    A log joins smaller ones after it only where it is not much larger than all of these. So no record is written more
     often than some twenty times, however many logs come.
     """
     journal = store / journal_folder()
