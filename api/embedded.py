@@ -1,12 +1,13 @@
-"""The service inside the model server's own process: its routes on that server's port, for who runs no gateway.
+"""The service inside the model server's own process: its routes on that server's port, for users who run no gateway.
 
-It stands as a middleware before the server's own application, behind the one that asks for keys. What is not about
-captures goes by untouched, and goes on where the service itself cannot be had. A generation that is captured only
-because all are goes by as well, where it cannot be: nobody's request fails for what it did not ask for.
+It is a middleware before the server's own application, behind the one that asks for keys. Requests that are not about
+captures go by untouched, and are served even where the service itself cannot be had. With ``capture_all``, a request
+that did not ask for a capture goes by as well if it cannot be captured. So no request fails for what it did not ask
+for.
 
-The page is below /captures/, and asks for a key where the server around it does: its files say nothing, and whatever it
-asks for is below /v1, as that of everybody else. The service's metrics are among those of the process, so that a
-server that tells its own tells these.
+The page is below /captures/. Its files need no key, because they say nothing. All that the page asks for is below /v1;
+there it needs a key if the server around it asks for one, as everybody else does. The service's metrics are among those
+of the process. So a server that serves its own metrics serves these too.
 """
 
 from __future__ import annotations
@@ -155,10 +156,11 @@ class Embedded:
 
 
 def _asks(messages: deque[Message]) -> bool:
-    """Whether a body names a capture or edits, by mistake elsewhere too: what is no JSON object the server refuses.
+    """Whether a body names a capture or edits, in a wrong place too. False for a body that is no JSON object: the
+    server refuses it.
 
-    Not where a spec is in the engine's own field, as a gateway in front of this server sends it: but with an id, since
-    the answer will not tell one.
+    False where only the engine's own fields name them, as a gateway in front of this server sends it, if the spec has
+    an id. True if that spec has no id, because the server's answer will not tell one.
     """
     try:
         found = dict(in_body(b"".join(message.get("body", b"") for message in messages), "application/json"))

@@ -1,11 +1,11 @@
 """Every error as JSON in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
 
-    ApiError                 an answer decided on in this package, with its status
-    ├── BadParam             a query parameter or body field: 400, naming field, value and what would be valid
-    ├── PartLost             a capture that needs a rank whose sender is gone: 503
-    └── OverQuota            the caller's captures would take more bytes than its key allows: 413
-    schemas.errors.TapError  mapped by ``status_of``
-    └── NotCaptured          a site or layer that the capture does not have: 404
+    ApiError                 an answer decided on in this package, with its status.
+    ├── BadParam             a query parameter or body field: 400, naming field, value and what would be valid.
+    ├── PartLost             a capture that needs a rank whose sender is gone: 503.
+    └── OverQuota            the caller's captures would take more bytes than its key allows: 413.
+    schemas.errors.TapError  mapped by ``status_of``.
+    └── NotCaptured          a site or layer that the capture does not have: 404.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ def _dumps(value: Any) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Protocol:
-    """One way to ask for a generation; ``id_prefix`` and a capture's id are the response's id.
+    """One way to ask for a generation. ``id_prefix`` and the id of a capture make the id of the response.
 
-    A stream ends with what begins like one of ``ends``: a mark that our own event comes before or, where the last event
-    holds the field ``capture`` itself, that event, at ``place``.
+    The end of a stream begins like one of ``ends``. Without a ``place`` it is a mark, and our own event comes before
+    it. With a ``place`` it is the last event, which holds the field ``capture`` there.
     """
 
     path: str
@@ -38,8 +38,8 @@ class Protocol:
     ends: tuple[bytes, ...] = (b"data: [DONE]",)
     place: tuple[str, ...] | None = None
     check: Callable[[Mapping[str, Any]], None] = lambda body: None  # BadParam for what cannot be captured
-    salted_from: tuple[int, ...] = ()  # the first vLLM whose requests have a salt, where not all have
-    captured_from: tuple[int, ...] = ()  # … and a field for a spec
+    salted_from: tuple[int, ...] = ()  # the first vLLM version whose requests have a salt; (): all have one
+    captured_from: tuple[int, ...] = ()  # … that have a field for a spec
 
     def count(self, body: Mapping[str, Any]) -> int:
         """Number of captures that a request makes; BadParam where that cannot be told."""

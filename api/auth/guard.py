@@ -1,7 +1,7 @@
-"""Access: owners of requests, and how much each asks at once. Nothing is answered without it, but for ``OPEN``.
+"""Access: the owner of each request, and how much each owner asks at once. Every path needs it but those in ``OPEN``.
 
-Without keys only this machine may ask, and the browser of its user must not be talked into it: a stranger's page may
-point a name of its own at 127.0.0.1 and then read what "its" server answers; the Host header gives it away.
+Without keys, only this machine may ask. A stranger's page in a browser on this machine must not ask either. Such a page
+can point a host name of its own at 127.0.0.1, and then read what "its" server answers. The Host header gives it away.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ __all__ = ["GENERATIONS", "OPEN", "AccessGuard", "Who", "by_address", "by_key"]
 
 Who = Callable[[Scope], str]  # whose a request is, "" where there is but one; ApiError where it may not ask
 
-# They say nothing but that the process lives, and what every installation has: the page, where a key is typed in.
+# They tell only that the process lives, and show what every installation has: the page, where a user types the key.
 OPEN: Final = frozenset(("/healthz", *FILES))
 GENERATIONS: Final = tuple(PROTOCOLS)
 
 
 class AccessGuard:
-    """ASGI middleware: refuses whom ``who`` does not know, and answers 429 over an owner's limits.
+    """ASGI middleware: refuses callers that ``who`` does not know, and answers 429 over an owner's limits.
 
-    What ``who`` says becomes ``request.state.owner``. What a request holds until it has been answered, or not, it gives
-    back by ``request.state.at_end``.
+    The owner that ``who`` names becomes ``request.state.owner``. Callbacks on ``request.state.at_end`` give back what a
+    request holds. They run when the request ends, answered or not.
     """
 
     def __init__(self, app: ASGIApp, config: Config, who: Who) -> None:

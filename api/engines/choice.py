@@ -1,9 +1,10 @@
-"""Order in which a request tries engines: the one that has its prompt's beginning cached, unless others are idler.
+"""Order in which a request tries engines: first the one that has the prompt's beginning cached, unless others are
+idler.
 
-*Home* of a prompt is the engine that its first bytes name, by rendezvous hashing: equal beginnings have one home, each
-engine is home to an equal share, and one that goes or comes changes the homes of its own share alone. A request goes
-home while home has at most ``max(SLACK, least // 4)`` requests more in flight than the engine with the least; else to
-that one. Of equally busy engines the hash decides.
+The first bytes of a prompt name its *home* engine, by rendezvous hashing. Equal beginnings have one home, and each
+engine is home to an equal share. An engine that goes or comes changes the homes of its own share alone. A request goes
+home while home has at most ``max(SLACK, least // 4)`` more requests in flight than the idlest engine, which has
+``least``. Otherwise it goes to the idlest. Of equally busy engines the hash decides.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from api.protocols import Protocol
 
 __all__ = ["SLACK", "in_turn", "prefix_of"]
 
-SLACK: Final = 4  # requests in flight that home may always have more than the idlest
+SLACK: Final = 4  # requests in flight by which home may always exceed the idlest engine
 _BYTES: Final = 1024  # of a prompt's text that name its home
 _TOKENS: Final = 256  # … of one given as token ids
 
 
 def in_turn(engines: Sequence[Upstream], prefix: bytes) -> list[Upstream]:
-    """The engines, the best first; without a prefix the idlest first, as they stand."""
+    """The engines, the best first. Without a prefix the idlest first, equally busy ones in the order given."""
     if not prefix:
         return sorted(engines, key=lambda each: each.in_flight)
     hashed = sorted(engines, key=lambda each: _weight(prefix, each.name))
@@ -40,7 +41,9 @@ def _weight(prefix: bytes, name: str) -> bytes:
 
 
 def prefix_of(body: Mapping[str, Any], protocol: Protocol, owner: str) -> bytes:
-    """The beginning of a prompt, of several the first, and what else divides an engine's cache: model, owner, salt."""
+    """The beginning of a prompt, or of the first of several. The model, the owner and the salt go before it, because
+    they divide an engine's cache too.
+    """
     prompt = body.get("prompt") if protocol.lists else None
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]

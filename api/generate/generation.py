@@ -61,10 +61,11 @@ class Plan:
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
-    """The JSON object of a request; BadParam otherwise, and where it carries a spec past the ``capture`` field, edits
-    past ``edit``, or either in a field whose name is not quite that one.
+    """The JSON object of a request; ApiError 400, ``malformed_json``, where the body is none.
 
-    LimitError where it has so many values that parsing it would keep everybody else waiting.
+    BadParam where it carries a spec outside the field ``capture``, or edits outside ``edit``. BadParam too where the
+    name of the field is not quite one of these. LimitError where it has so many values that parsing it would keep
+    everybody else waiting.
     """
     check_values(data)
     try:

@@ -1,8 +1,8 @@
 """Vectors that callers have stored for their edits to name: each owner's own, in the store, below ``vectors/``.
 
-A vector is a safetensors file of its own, in a folder of its owner's; metadata tell the owner, the name, the digest of
-the numbers (``digest_of`` of schemas.edits.vectors) and when it came. A file is there whole and durable, or not at all,
-and is never written to: other numbers under a name need the old ones deleted first.
+Each vector is a safetensors file, in a folder of its owner. Its metadata tell the owner, the name, the digest of the
+numbers (``digest_of`` of schemas.edits.vectors) and when it came. A file is there whole and durable, or not at all, and
+is never changed. Other numbers under its name need the old ones deleted first.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class About(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredVectors:
-    """The vectors in a store. Every call works on files, and may wait for another's; StoreError where one fails.
+    """The vectors in a store. Every call works on files, and may wait for another call's; StoreError where one fails.
 
-    Owners never meet: a name is looked up among the owner's own.
+    A name is looked up among the owner's own vectors only.
     """
 
     store: Path
@@ -58,10 +58,10 @@ class StoredVectors:
     bytes_max: int = limits.vectors_bytes_max
 
     def put(self, owner: str, name: str, numbers: F32) -> tuple[About, bool]:
-        """Keeps a vector durably; whether it is new. ``name`` is one (``is_name``).
+        """Store a vector durably, and tell whether it is new. ``name`` must pass ``is_name``.
 
-        The same numbers under the same name are there already: nothing is done. ConflictError where the name has
-        others, LimitError where the owner has no room.
+        Nothing is done where the same numbers are stored under this name. ConflictError where the name has other
+        numbers, LimitError where the owner has no room.
         """
         about = About(name, digest_of(numbers), len(numbers), time.time_ns() // 1_000_000)
         with self._changing(owner) as folder:

@@ -1,4 +1,5 @@
-"""Scores of probes on their way to who streams a generation: events between its tokens, which never wait for them."""
+"""Scores of probes, sent to a client that streams a generation: events between its tokens, which never wait for them.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +47,12 @@ _PAUSE_S_MAX: Final = 0.5  # … up to this
 
 
 class _Scored:
-    """The scores of one capture and probe: those of drafts wait until it is known that they are the sequence's own.
+    """The scores of one capture and probe. Scores of drafts wait until it is known whether the sequence took the
+    drafts.
 
-    A step's first row is none of a draft, and stands where the last accepted draft ended: what waits before it was
-    accepted, what waits at it or after it was not. Those of the last step are known once the capture is final.
+    The first row of a step is no draft. Its position is where the last accepted draft ended. So the drafts that wait
+    before it were accepted, and those at it or after it were not. For drafts of the last step this is known once the
+    capture is final.
     """
 
     def __init__(self, events: ScoreEvents, index: int, capture: str, name: str) -> None:
@@ -92,7 +95,7 @@ class _Scored:
         return self._told(*columns, durable=rows.durable)
 
     def _known(self, rows: LiveRows) -> Columns:
-        """The columns of what is the sequence's own by now."""
+        """The columns of the rows that are known to be the sequence's own by now."""
         found: list[tuple[int, int, int, Any]] = []
         for position, token, flags, values in zip(rows.positions.tolist(), rows.token_ids.tolist(),
                                                   rows.flags.tolist(), rows.values[0], strict=True):

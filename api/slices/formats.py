@@ -37,7 +37,7 @@ MEDIA_TYPES: Final[dict[Format, tuple[str, ...]]] = {
     "arrow": ("application/vnd.apache.arrow.file",),
     "json": ("application/json",),
 }
-_NUMBERS_A_PIECE: Final = 128  # of them NumPy takes as much longer than machine code as Python does of one hash
+_NUMBERS_A_PIECE: Final = 128  # on so many, NumPy loses as much time to machine code as Python does on one hash
 _SAFETENSORS: Final = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8", "int16": "I16", "uint16": "U16",
                        "int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "U64"}
 
@@ -79,8 +79,8 @@ def narrow(values: npt.NDArray[np.float32], dtype: str, found: Array) -> None:
 def encode(format_: str, arrays: Arrays, index: Arrays, dtype: str, meta: Mapping[str, str]) -> Buffers:
     """The buffers of an answer, one after the other.
 
-    ``arrays`` are the rows, each ``[rows, …]``; ``index`` the columns ``positions`` and ``token_ids`` ``[rows]``;
-    ``dtype`` as asked (bfloat16 arrays come as uint16); ``meta`` goes where the format has a place for it.
+    ``arrays`` are the rows, each ``[rows, …]``. ``index`` has the columns ``positions`` and ``token_ids``, ``[rows]``.
+    ``dtype`` is the one asked for; bfloat16 arrays come as uint16. ``meta`` goes where the format has a place for it.
     """
     writers: dict[str, Callable[[], Buffers]] = {
         "safetensors": lambda: _safetensors(arrays, index, dtype, meta),

@@ -1,10 +1,10 @@
 """Measures of a map: one number for each layer × position, computed from the stored rows.
 
-    norm         |x|, the length of the row
-    cosine       of the row and the one at a chosen position, in the same layer; or, against another capture, of the
-                 two rows at the same layer and position. No number where either has length 0
-    distance     |x - y|, y the row of another capture at the same layer and position
-    projection   x·d / |d|: how far the row reaches along a direction d
+    norm         |x|, the length of the row.
+    cosine       of the row and the one at a chosen position, in the same layer. Against another capture, of the two
+                 rows at the same layer and position. No number where either has length 0.
+    distance     |x - y|, y the row of another capture at the same layer and position.
+    projection   x·d / |d|: how far the row reaches along a direction d.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ F64 = npt.NDArray[np.float64]
 class MapRequest:
     """The part of a capture that a map shows: positions ``[start, stop)`` of some layers of a site, by a measure.
 
-    ``against`` is the capture that the shown one is held against, ``position`` the one that ``cosine`` compares with.
+    ``against`` is the capture that the shown one is compared with. ``position`` is the one that ``cosine`` compares
+    with.
     """
 
     shown: Manifest
@@ -59,9 +60,9 @@ class MapRequest:
 class Cells:
     """A map over positions ``[start, stop)``.
 
-    ``values`` float64 ``[layers, n]``, NaN where there is no number; ``token_ids`` int64 ``[n]``, -1 where unknown;
-    ``missing`` says for each layer which rows are not there and why, and of which capture: 0 the one shown, 1 the one
-    that it is held against.
+    ``values`` is float64 ``[layers, n]``, NaN where there is no number. ``token_ids`` is int64 ``[n]``, -1 where
+    unknown. ``missing`` names the rows that are not there: by entry the layer, the range and the reason, and the
+    capture. Capture 0 is the one shown, 1 the one that it is compared with.
     """
 
     values: F64
