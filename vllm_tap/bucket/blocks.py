@@ -129,8 +129,11 @@ def send_block(sender: BlockSender, number: int, folder: Path) -> BlockAt:
 
 
 def named_block(sender: BlockSender, record: Evicted) -> BlockAt:
-    """A block whose rows lie in the bucket alone; StoreError where they lie in another, or this one has lost them, or
-    may delete them because its head does not name them.
+    """The place of a block whose rows lie in the bucket alone, evicted from this disk.
+
+    StoreError where the rows lie in another bucket, or where this bucket has lost them. StoreError too where this
+    bucket may delete them because its head does not name them. With ``verify`` they are also compared with their
+    checksums.
     """
     place, at = f"segment {record.segment}", BlockAt(record.key, record.index)
     if record.url != sender.objects.url:

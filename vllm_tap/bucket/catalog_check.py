@@ -1,4 +1,4 @@
-"""``vllm-tap fsck --bucket URL --catalog …``: is the catalog in Postgres, row for row, that of the bucket's head?
+"""Check of a catalog in Postgres, row for row, against the bucket's head: ``vllm-tap fsck --bucket URL --catalog …``.
 
 Both are read in the order of their keys, some rows at a time, so memory does not grow with them.
 """

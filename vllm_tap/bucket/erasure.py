@@ -1,7 +1,7 @@
-"""Deletion by a push: objects that no head names any more, where a capture was deleted since they went up.
+"""Deletion by a push: objects that no head names any more, because a capture was deleted since they went up.
 
-They are of epochs that are over, so nobody will ever name them again; a push that is cut off here leaves the rest to
-the next one, which sees by the head from where on to look.
+They belong to epochs that are over, so no head will ever name them again. If a push is cut off here, the next one
+deletes the rest. The head tells it which epochs to look at.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = ["Erased", "erase"]
 
 @dataclass(slots=True)
 class Erased:
-    """Counts of what was deleted; ``retired`` heads still have captures that were deleted, or cannot be read, so that
-    nothing went.
+    """Counts of what was deleted. ``retired`` names retired heads that still have captures that were deleted, and heads
+    that cannot be read. Nothing is deleted while one cannot be read.
     """
 
     objects: int = 0
@@ -31,8 +31,10 @@ class Erased:
 
 
 def erase(objects: Objects, head: Head, snapshot: Path, there: Mapping[str, int], took_over: str | None) -> Erased:
-    """Delete of ``there``, a listing of the bucket, what neither ``head`` names, whose snapshot that is, nor a retired
-    head, of epochs before the last deletion.
+    """Delete objects of epochs before the last deletion that neither ``head`` nor a retired head names.
+
+    ``snapshot`` is that of ``head``, ``there`` a listing of the bucket. ``took_over``: the push that was taken over
+    from.
     """
     done = Erased()
     named = {key for key, _ in read_blocks(snapshot).values()} | {head.catalog_key}

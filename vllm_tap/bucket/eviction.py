@@ -1,4 +1,4 @@
-"""Rows that a bucket has leave the disk of the store that pushes, those that were read least recently first."""
+"""Eviction: rows that a bucket has leave the disk of the store that pushes, the least recently read first."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Room:
 def evict(store: Path, objects: Objects, named: Mapping[int, BlockAt], local_bytes: int) -> Room:
     """Evict blocks until rows take at most ``local_bytes`` of the store's disk, or none is left that may go.
 
-    ``named`` are those that the bucket's head names. One goes only if it is there as the bucket has it: its small files
-    have the identity that the head names, its index is read back, and every object is there with its size. BucketError
-    where the bucket does not answer, or has lost something: what was evicted before stays so.
+    ``named`` are the blocks that the bucket's head names. A block may go only if the bucket has it as it is here. Its
+    small files have the identity that the head names, its index is read back, and every object is there with its size.
+    BucketError where the bucket does not answer, or has lost something; blocks that were evicted before stay so.
     """
     used, blocks, freed = Usage(store).measure(), 0, 0
     for number in sorted(named, key=lambda number: _last_read(store, number)):
@@ -70,7 +70,9 @@ def _said(objects: Objects, at: BlockAt) -> dict[str, Stored]:
 
 
 def _evict_one(store: Path, url: str, number: int, at: BlockAt, said: Mapping[str, Stored]) -> bool:
-    """Evict a block; whether it may go. Rows may have been erased from it since it went up, or it was compacted."""
+    """Evict a block if it may go, and tell whether it did. It may not if rows were erased from it since it went up, or
+    if it was compacted.
+    """
     folder = store / block_name(number)
     if (store / redo_name(number)).exists() or not folder.exists():
         return False
@@ -88,8 +90,8 @@ def _evict_one(store: Path, url: str, number: int, at: BlockAt, said: Mapping[st
 
 
 def recall_all(store: Path, tell: Callable[[int, int], None] = lambda done, total: None) -> tuple[int, int]:
-    """Bring all evicted rows back to the disk: blocks and their bytes. StoreError where the bucket has not got them;
-    those that came before stay.
+    """Bring all evicted rows back to the disk, and return the numbers of blocks and of their bytes. StoreError where
+    the bucket does not have them; rows that came before stay.
     """
     numbers = sorted(evicted_numbers(store))
     total, done, blocks = evicted_blocks.bytes_away(store, numbers), 0, 0
@@ -104,7 +106,7 @@ def recall_all(store: Path, tell: Callable[[int, int], None] = lambda done, tota
 
 
 def _last_read(store: Path, number: int) -> int:
-    """When a block's rows were read or made last, in nanoseconds, as the file system says."""
+    """The time at which a block's rows were last read or made, in nanoseconds, from the file system."""
     found = _rows_file(store / block_name(number))
     return 0 if found is None else max(found[1].st_atime_ns, found[1].st_mtime_ns)
 
@@ -120,9 +122,10 @@ def _rows_file(folder: Path) -> tuple[Path, os.stat_result] | None:
 
 @contextmanager
 def keep_read_times(folder: Path) -> Iterator[None]:
-    """Keep the times of a block's last reading: what reads its files meanwhile does not count.
+    """Keep the time of a block's last read: reads of its files inside the ``with`` block do not count.
 
-    The next that does is noted, also where the file system notes one a day: it notes the first after such a change.
+    Some file systems note only one read a day. They still note the next read after this, because they note the first
+    one after such a change.
     """
     before = _rows_file(folder)
     yield

@@ -26,8 +26,8 @@ TAKE_OVER: Final = ("push from the folder that pushed last; or, where this one i
 
 
 class KnownHead(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A head that this folder wrote, or was about to write: its answer may have been lost. ``catalog``: the database
-    that got its catalog, without user, password and options; "" where none did.
+    """A head that this folder wrote, or was about to write: the answer to the write may have been lost. ``catalog``:
+    the database that got its catalog, without user, password and options; "" where none did.
     """
 
     url: str
@@ -42,10 +42,10 @@ _Change = Callable[[list[KnownHead]], list[KnownHead]]
 
 
 class KnownHeads:
-    """The file of a store's folder that remembers; several pushes of the folder may run at once.
+    """The file in a store's folder that remembers the heads; several pushes of the folder may run at once.
 
-    It is put back with the folder: then the head of a later push is not in it. It is copied with the folder: then the
-    copy that pushes first is known to itself alone.
+    If the folder is put back to an earlier state, so is the file: the head of a later push is not in it. If the folder
+    is copied, so is the file: only the copy that pushes first then knows its new head.
     """
 
     def __init__(self, store: Path, url: str) -> None:
@@ -70,7 +70,7 @@ class KnownHeads:
         return any(one.push == head.push for one in self.read())
 
     def check(self, head: Head, url: str) -> None:
-        """FencedError of a head that this folder did not write."""
+        """Raise FencedError for a head that this folder did not write."""
         known = self.read()
         if any(one.push == head.push for one in known):
             return
@@ -97,14 +97,14 @@ class KnownHeads:
                                                       time.time_ns() // 1_000_000, catalog)])
 
     def settle(self, head: Head) -> None:
-        """Forget those of this URL that cannot become its head any more, now that ``head`` is: only heads that follow
-        it can, those of pushes that run at the same time.
+        """Forget the heads of this URL that cannot become its head any more, now that ``head`` is. ``head`` stays, and
+        so do heads that follow it: pushes that run at the same time may still write these.
         """
         self._change(lambda known: [one for one in known
                                     if one.url != self._url or head.push in (one.push, one.parent)])
 
     def touch(self) -> None:
-        """StoreError where the file could not be written: before anything is sent."""
+        """Raise StoreError where the file cannot be written, before anything is sent."""
         self._change(lambda known: known)
 
     def _change(self, change: _Change) -> None:

@@ -1,8 +1,8 @@
 """``vllm-tap push --catalog``: the catalog of the head goes to Postgres too, for readers that fetch no snapshot.
 
-It follows the head and never leads it: in one transaction, behind a lock of the store's, and only where the head in the
-bucket still is the one that it belongs to. A push that is outrun leaves it to the other. What is there is compared by
-the snapshot of its own push, so that rows travel only where they changed.
+The catalog there follows the head and never leads it. A push changes it in one transaction, behind a lock of the
+store's, and only if the bucket still has the head of this push. A push that is outrun leaves the catalog to the other
+push. The new snapshot is compared with that of the push whose catalog is there, so that only changed rows travel.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class PostgresCatalog:
         self._schema = schema_of(store)
 
     def check(self) -> None:
-        """CatalogError where nothing can be brought, before anything is sent to the bucket."""
+        """Raise CatalogError where the catalog cannot be brought, before anything is sent to the bucket."""
         with closing(self.place.connect(reads=True)) as connection, told("push to", str(self.place)):
             if self._there(connection) is None:
                 may = connection.execute(
@@ -77,7 +77,7 @@ class PostgresCatalog:
                                        "GRANT CREATE ON DATABASE … TO the role that pushes")
 
     def bring(self, head: Head, snapshot: Path, before: Path, before_push: str | None) -> Brought:
-        """Make the catalog that of ``head``, whose snapshot that is, unless the bucket has another by now.
+        """Make the catalog that of ``head``, whose snapshot is ``snapshot``, unless the bucket has another head by now.
 
         ``before``: the snapshot of ``before_push``. CatalogError: then the catalog is as it was.
         """
@@ -184,7 +184,9 @@ def _same_key(table: Table, other: str) -> str:
 
 
 def _delete_stale(connection: Any, db: sqlite3.Connection, table: Table) -> int:
-    """Remove rows that the snapshot has not, or has otherwise; ``fresh`` are the keys of those that it has so."""
+    """Remove rows that the snapshot lacks, or has with other values. The table ``fresh`` gets the keys of rows that are
+    new or changed.
+    """
     name, same, columns = table.name, _same_key(table, "b"), [*table.columns]
     key, differ = quoted(table.key, "a."), f"({quoted(columns, 'a.')}) IS NOT ({quoted(columns, 'b.')})"
     db.execute("DROP TABLE IF EXISTS temp.fresh")

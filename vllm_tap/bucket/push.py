@@ -1,8 +1,8 @@
 """``vllm-tap push``: the sealed blocks of a store and a snapshot of its catalog go up to a bucket.
 
-Blocks first, then the snapshot; both under names that follow from what they hold, so that whatever was cut short is
-taken up again, and nobody sees any of it. Then one conditional write of the head shows all of it at once, if the head
-before is one that this folder pushed. Objects are deleted only where captures were deleted since they went up.
+Blocks go first, then the snapshot. The names of both follow from their contents, so a push that was cut short is taken
+up again. Nobody sees any of it until one conditional write of the head shows all of it at once. That write needs a head
+before it that this folder pushed. Objects are deleted only where captures were deleted since they went up.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The result of a push. ``superseded`` blocks were in the head before and are not any more; they stay in the
-    bucket.
+    """The result of a push. ``superseded`` counts blocks that the head before named and the new one does not; they stay
+    in the bucket.
 
-    ``retired``: the push that was taken over from, whose head stays whole; ``only_retired`` captures are there alone.
+    ``retired``: the push that was taken over from, whose head stays whole. ``only_retired`` counts the captures that
+    are there alone.
     """
 
     url: str
@@ -124,16 +125,21 @@ class _Push:
 def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: bool = False,
          take_over: bool = False, local_bytes: int | None = None, catalog: str | None = None,
          without_catalog: bool = False) -> Pushed:
-    """Bring what is sealed of a store to the bucket at ``url``; ``tell`` is told bytes. ``verify``: rows of all blocks
-    are read back, as the snapshot and indexes of new ones always are. What was lost there is sent again. ``take_over``:
-    go on from a head that this folder did not push; that stays whole below ``retired/``. ``local_bytes``: once the
-    head is there, rows that it has leave the disk until they take no more of it. ``catalog``: the URL of a Postgres
-    database that gets the catalog too, for readers; CatalogError where it does not: the bucket may have the push then.
-    A push that names none is refused if the folder's last push did, but ``without_catalog``.
+    """Bring the sealed part of a store to the bucket at ``url``. Objects that were lost there are sent again.
 
-    FencedError where the head is of a later state of the store, or of another folder; OutrunError where another push
-    was first; TapError where the service ignores conditions or the bucket holds something else; StoreError where rows
-    of deleted captures are not erased within a minute: a writer has to run for that. Whatever ends it, another goes on.
+    ``tell`` is told bytes. ``verify``: rows of all blocks are read back; the snapshot and indexes of new blocks always
+    are. ``take_over``: go on from a head that this folder did not push; that head stays whole below ``retired/``.
+    ``local_bytes``: once the head is there, rows that it has leave the disk until rows take no more than this.
+    ``catalog``: the URL of a Postgres database that gets the catalog too, for readers. Without it, a push is refused if
+    the last push of this folder to ``url`` named one, unless ``without_catalog``. After a push that ended with an
+    error, another goes on.
+
+    Raises:
+        FencedError: the head is of a later state of the store, or of another folder.
+        OutrunError: another push was first.
+        CatalogError: the database does not get the catalog; the bucket may have the push then.
+        TapError: the service ignores conditions, the bucket holds something else, or the push lacks a catalog as above.
+        StoreError: rows of deleted captures are not erased within a minute; a writer has to run for that.
     """
     uuid, owner = read_store_uuid(store), store.stat().st_uid
     if local_bytes is not None and owner != os.geteuid():  # the writer and readers could not read what it leaves
@@ -225,9 +231,9 @@ def _blocks_of(objects: Objects, head: Head | None, work: Path) -> tuple[dict[in
 
 
 def _check_ahead(store: Path, url: str, before: Path, takes_over: bool) -> int:
-    """The number of captures that the head has and the store has not; FencedError where that must not be.
+    """The number of captures that the head has and the store does not have; FencedError where that must not be.
 
-    A capture that was deleted by a later push is not brought back by a take-over either.
+    A take-over does not bring back a capture either that a later push deleted.
     """
     if not before.exists():
         return 0

@@ -1,9 +1,8 @@
-"""Removing what no head of a bucket names, while others push.
+"""Removal of objects that no head of a bucket names, while others push.
 
-First the epoch ends, by a write of the head under its condition: a push that has begun fails in its own write of the
-head, and one that begins later gives names of the new epoch to what it sends. Then everything is listed, and what no
-head names of epochs that are over is deleted. Nobody will ever name that again, so a deletion does no harm however late
-it comes.
+First the epoch ends, by a conditional write of the head. A push that began before fails in its own write of the head. A
+push that begins later gives names of the new epoch to what it sends. Then everything is listed. Objects of past epochs
+that no head names are deleted. No head will ever name them again, so a deletion does no harm however late it comes.
 """
 
 from __future__ import annotations
@@ -29,9 +28,10 @@ __all__ = ["forget", "remove_orphans"]
 
 def remove_orphans(url: str, older_than_s: float, deep: bool = False,
                    tell: Tell = lambda done, total: None) -> BucketReport:
-    """Check a bucket, and delete what no head names and nobody wrote to for so long, by the service's clock.
+    """Check a bucket, and delete objects that no head names, in folders that nobody wrote to for ``older_than_s`` by
+    the service's clock.
 
-    OutrunError where a push was first, BucketError where a head cannot be read, so that nobody knows what it names.
+    OutrunError where a push was first. BucketError where a head cannot be read, because its names are then unknown.
     """
     objects = Objects(url)
     try:
@@ -77,9 +77,9 @@ def _end_epoch(objects: Objects) -> Head:
 
 
 def forget(url: str, push: str) -> int:
-    """Give up a retired head, whose objects no head may name from then on; how many captures were in it alone.
+    """Give up a retired head, and return how many captures were in it alone. No head may name its objects from then on.
 
-    ArgumentError where there is none, or it has captures on hold that the current head has not.
+    ArgumentError where there is none, or it has captures on hold that the current head does not have.
     """
     objects = Objects(url)
     try:
