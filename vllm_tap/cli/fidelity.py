@@ -68,13 +68,13 @@ def fidelity(
     """Measure what codecs cost MODEL.
 
     Decoded rows are put back into the model, and compared as scientists use them. The report (report.json, report.html)
-    is written once every control has held: rows put back as they were change nothing, shuffled rows cost more than
-    the engine's own noise, and one wrong row is found at its position.
+    is written once every control has held. Rows put back as they were change nothing, shuffled rows cost more than the
+    engine's own noise, and one wrong row is found at its position.
 
-    With kv, keys and values go through codecs on their way into the cache: the first half of a prompt at once
-    (snapshot), all as they are computed (in-forward), all as an exact run had them (direct), or once they have left a
-    window that stays exact (rolling). With compare, the exit code is 1 if a codec has become worse, breaks the model or
-    is missing. Arguments after -- go to vLLM.
+    With kv, keys and values go through codecs on their way into the cache. Snapshot: the first half of a prompt at
+    once. In-forward: all as they are computed. Direct: all as an exact run had them. Rolling: once they have left a
+    window that stays exact. With compare, the exit code is 1 if a codec has become worse, breaks the model or is
+    missing. Arguments after -- go to vLLM.
     """
     _need_lab()
     words = list(what or ())
