@@ -1,14 +1,14 @@
 """Exceptions of the client and the local store.
 
-    TapError                  base of all (schemas.errors)
-    ├── MissingRows           some of the rows asked for were never stored; names the ranges and why
-    ├── NotComplete           the capture was not finished within the time given
-    ├── NotFoundError         no such capture, site or layer (schemas.errors)
-    └── ServiceError          the service answered with an error; carries its message, status, code and parameter
-        ├── BadRequest        what was asked cannot be had (400, 406, 413, 416, 422); a ValueError too
-        ├── NotFound          404, 410; a NotFoundError too
-        ├── Conflict          409; a ConflictError too
-        └── Unavailable       the service, the writer or the model server is away (429, 5xx, no connection)
+    TapError                  base of all (schemas.errors).
+    ├── MissingRows           some of the rows asked for were never stored; names the ranges and why.
+    ├── NotComplete           the capture was not finished within the time given.
+    ├── NotFoundError         no such capture, site or layer (schemas.errors).
+    └── ServiceError          the service answered with an error; carries its message, status, code and parameter.
+        ├── BadRequest        what was asked cannot be had (400, 406, 413, 416, 422); a ValueError too.
+        ├── NotFound          404, 410; a NotFoundError too.
+        ├── Conflict          409; a ConflictError too.
+        └── Unavailable       the service, the writer or the model server is away (429, 5xx, no connection).
 """
 
 from __future__ import annotations

@@ -17,11 +17,12 @@ _SAID: Final = b"\nending what is in flight; once more ends at once\n"
 class Ending:
     """A ``with`` block that SIGINT, SIGTERM and SIGHUP end, by SystemExit.
 
-    While it is ``patient`` the first of them does but ask for an end, as ``number`` says. What has not ended then ends
-    at once by a second one, or after ``patience_s``, since a step may wait for a writer that waits for its disk; and by
-    the first where ``is_failed``. What ends at once says so in ``at_once``; what is ignored stays so.
+    While it is ``patient``, the first signal only asks for an end; ``number`` is then its number. A second signal ends
+    the block at once. So does the end of ``patience_s``, because a step may wait for a writer that waits for its disk.
+    If ``is_failed``, the first signal ends it at once. ``at_once`` says whether it was ended at once. A signal that was
+    ignored before stays ignored.
 
-    No KeyboardInterrupt comes of SIGINT: vLLM passes over it while its engine starts, and waits on for what has ended.
+    SIGINT raises no KeyboardInterrupt: vLLM ignores one while its engine starts, and waits on for what has ended.
     """
 
     def __init__(self, patience_s: int, is_failed: Callable[[], bool]) -> None:

@@ -220,13 +220,15 @@ def open_store(path: Stores, cache: str | Path | None = None, cache_bytes: int |
 
     ``path`` is a folder, or the URL that ``vllm-tap push`` brought a store to: s3://bucket/prefix, and what else
     obstore knows. Then rows are read by ranges through a ``cache`` on a local disk (default: ~/.cache/vllm-tap) of at
-    most ``cache_bytes`` (default: 4 GiB); BucketError where the bucket does not answer.
-    Rows of a folder that were evicted to a bucket are read in the same way. ``catalog``: of a store in a bucket, the
-    URL of a Postgres database that ``vllm-tap push --catalog`` brings the catalog to; then none is fetched or kept, and
-    every read is of the last push. CatalogError where it does not answer, or lags behind.
+    most ``cache_bytes`` (default: 4 GiB). BucketError where the bucket does not answer. Rows of a folder that were
+    evicted to a bucket are read in the same way.
 
-    Several paths are read as one store, and so are all the stores one level below a prefix: ``s3://bucket/captures/*``,
-    or without the ``*`` where the prefix has no store itself. They share ``cache_bytes`` evenly. Each must be there;
+    ``catalog`` is for a store in a bucket: the URL of a Postgres database that ``vllm-tap push --catalog`` brings the
+    catalog to. Then no catalog is fetched or kept here, and every read is of the last push. CatalogError where the
+    database does not answer, or lags behind.
+
+    Several paths are read as one store. So are all the stores one level below a prefix: ``s3://bucket/captures/*``, or
+    without the ``*`` where the prefix has no store itself. They share ``cache_bytes`` evenly. Each must be there.
     ConflictError where two are one store, or have one capture.
 
     Examples:

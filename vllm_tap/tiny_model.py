@@ -206,8 +206,8 @@ def _write_config(folder: Path, family: str, dtype: str, vocabulary: int) -> Non
 def _write_weights(path: Path, family: str, dtype: str, seed: int, vocabulary: list[str]) -> None:
     """Random weights whose scales keep the residual stream near 1 to 3 and let attention matter.
 
-    Each projection maps unit variance to about unit variance, so that what attention and the MLP add is comparable
-    to what is there: the next token then depends on the whole context, and greedy decoding does not get stuck.
+    Each projection maps unit variance to about unit variance. So attention and the MLP add about as much as is already
+    there. The next token then depends on the whole context, and greedy decoding does not get stuck.
     """
     import torch
     from safetensors.torch import save_file

@@ -1,9 +1,9 @@
 """One capture as its user sees it, the same over HTTP and from a store on disk.
 
->>> capture["resid_post", 12]                            # float32 [rows, width]                # doctest: +SKIP
->>> capture["blocks.12.hook_resid_post"]                 # the same                             # doctest: +SKIP
->>> capture.slice("resid_post", [0, 12], 5, 9).values    # float32 [layers, rows, width]        # doctest: +SKIP
->>> capture.to_xarray()["resid_post"].sel(layer=12)      # by name: token, layer, hidden        # doctest: +SKIP
+>>> capture["resid_post", 12]                            # float32 [rows, width].               # doctest: +SKIP
+>>> capture["blocks.12.hook_resid_post"]                 # the same.                            # doctest: +SKIP
+>>> capture.slice("resid_post", [0, 12], 5, 9).values    # float32 [layers, rows, width].       # doctest: +SKIP
+>>> capture.to_xarray()["resid_post"].sel(layer=12)      # by name: token, layer, hidden.       # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -158,21 +158,22 @@ class Capture:
     def attention(self, layer: int, rule: AttentionRule | None = None, top: int = 8, start: int = 0,
                   stop: int | None = None, allow_missing: bool = False, check: bool = False,
                   heads: Sequence[int] | None = None) -> Attention:
-        """The ``top`` keys of every head and query of a layer, with their weights, and the entropy in nats, for queries
-        at positions ``[start, stop)`` and of ``heads`` (default: all); from the capture's ``q_rot`` and ``k_rot``,
-        causally. Over HTTP the service computes them, and they alone travel.
+        """The ``top`` keys of every head and query of a layer, with their weights, and the entropy in nats.
 
-        ``rule`` says how the layer weighs keys: it may be left out where the engine told, as engines do on one device
-        and on several. Waits until the capture is final. With ``allow_missing`` it does not wait, and leaves out
-        queries that lack a row: ``unattended`` names them. ``check`` reads the layer's ``v`` and ``z`` too: ``z_error``
-        then says how far the rule is from what the kernel did.
+        The queries are at positions ``[start, stop)`` and of ``heads`` (default: all). Attention is computed from the
+        capture's ``q_rot`` and ``k_rot``, causally. Over HTTP the service computes it, and only the results travel.
+
+        ``rule`` says how the layer weighs keys. It may be left out where the engine told it, as engines do on one
+        device and on several. The call waits until the capture is final. With ``allow_missing`` it does not wait, and
+        leaves out queries that lack a row; ``unattended`` names them. ``check`` reads the layer's ``v`` and ``z`` too.
+        ``z_error`` then says how far the rule is from what the kernel did.
 
         Raises:
             MissingRows: a query, or a key that one of them sees, is not there; it names their ranges and reasons.
             NotComplete: the capture is not final after ``wait_s`` seconds.
             NotFoundError: ``q_rot`` or ``k_rot`` of the layer (to check, ``v`` or ``z``) was not captured.
-            ArgumentError: no ``rule`` where the engine told none, one that is not the layer's, or a layer that no rule
-                fits (attention sinks, ALiBi); rows that are no columns of heads. Over HTTP BadRequest.
+            ArgumentError: no ``rule`` where the engine told none, or one that is not the layer's. Also a layer that no
+                rule fits (attention sinks, ALiBi), or rows that are no columns of heads. Over HTTP BadRequest.
             LimitError: more than ``schemas.limits`` allows. Over HTTP BadRequest.
         """
         check_range(start, stop)

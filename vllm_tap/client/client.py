@@ -6,8 +6,8 @@
 >>> generation.text, generation["resid_post", 12].shape                          # doctest: +SKIP
 (' Paris…', (13, 4096))
 
-What is sent and how answers are read is ``AsyncClient``'s; ``Client`` runs its coroutines over a blocking
-connection. They never wait for an event loop: no thread is needed, and a program may have a loop of its own (Jupyter).
+``AsyncClient`` builds requests and reads answers. ``Client`` runs its coroutines over a blocking connection. They never
+wait for an event loop: no thread is needed, and a program may have a loop of its own (Jupyter).
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Client:
-    """A connection to the service at ``base_url``, with ``/v1`` or without; ``timeout_s`` bounds one generation,
-    ``wait_s`` one capture.
+    """A connection to the service at ``base_url``, with ``/v1`` or without. Safe to use from several threads.
 
-    ``api_key`` (default: the environment's ``VLLM_TAP_API_KEY``) goes along as a bearer token. What is refused for now
-    (429, 503) or does not connect is tried ``retries`` more times, after as long as the answer's ``Retry-After`` asks
-    for; a generation that may have begun is never sent twice. Where the service has several engines, ``engine`` names
-    the one that all requests go to. Safe to use from several threads.
+    ``timeout_s`` bounds one generation, ``wait_s`` one capture. ``api_key`` (default: the environment's
+    ``VLLM_TAP_API_KEY``) goes along as a bearer token. A request that is refused for now (429, 503) or does not connect
+    is tried ``retries`` more times. Each attempt comes after a growing pause, or after the time that the answer's
+    ``Retry-After`` asks for; none comes if that is over 30 s. A generation that may have begun is never sent twice.
+    Where the service has several engines, ``engine`` names the one that all requests go to.
     """
 
     def __init__(self, base_url: str = "http://127.0.0.1:8100", timeout_s: float = 600.0, wait_s: float = 30.0, *,
@@ -160,13 +160,16 @@ class Client:
     def patch_sweep(self, clean: http.AnyPrompt, corrupted: http.AnyPrompt, sites: Sequence[str], metric: Metric, *,
                     layers: Sequence[int] | None = None, positions: Sequence[int] | None = None,
                     results: str | Path | None = None, progress: ProgressReport = False) -> PatchSweep:
-        """Activation patching: for every site, layer and position the corrupted prompt with that row set to the clean
-        one's, measured by ``metric`` (``LogitDifference(right, wrong)``, or a function of the answer), and scaled so
+        """Activation patching: the effect of each row of the clean prompt on the corrupted one.
+
+        For every site, layer and position the corrupted prompt runs with that row set to the clean one's. ``metric``
+        measures the answer: ``LogitDifference(right, wrong)``, or a function of the answer. The measures are scaled so
         that the clean prompt has 1 and the corrupted one 0.
 
-        The prompts have as many tokens as one another. None: every layer armed for edits, every position. ``results``
-        names a file that every measure is written to: the same call goes on from there. ``progress``: True for a bar,
-        or a function of (done, total). ArgumentError, before any cell, where the sweep cannot be had.
+        Both prompts have the same number of tokens. ``layers`` None: every layer armed for edits. ``positions`` None:
+        every position. ``results`` names a file that every measure is written to; the same call goes on from there.
+        ``progress``: True for a bar, or a function of (done, total). ArgumentError, before any cell, where the sweep
+        cannot be had.
         """
         asked = SweepAsked(clean, corrupted, sites, layers, positions, metric)
         return sweep_in_threads(self._client, _run, asked, results, progress)
@@ -185,9 +188,9 @@ class Client:
                  before: str | None = None) -> Iterator[CaptureRow]:
         """The captures that the filters let through, newest first, page by page as they are taken.
 
-        ``tags`` must all be there (value None: any); ``site`` must have been captured; ``since`` (included) and
-        ``until`` bound when they were made; ``text`` is part of an id, a name or a tag; ``before`` is the id that an
-        earlier list ended with.
+        A capture must have all ``tags`` (value None: any) and have captured ``site``. It must have been made at
+        ``since`` or later, and before ``until``. ``text`` is part of an id, a name or a tag. ``before`` is the id that
+        an earlier list ended with.
         """
         filters = Filters(status, tags or {}, model, site, since, until, text)
         return filters.pages(lambda count, after: _run(self._client.page(filters, count, after)), limit, before)

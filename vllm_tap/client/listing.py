@@ -32,10 +32,10 @@ class HasPages(Protocol):
 class Filters:
     """A choice of captures.
 
-    ``tags`` must all be there (value None: any); ``model`` is the model's name, or its LoRA adapter's; ``site`` must
-    have been captured; ``since`` and ``until`` bound when it was made (``since`` included, ``until`` not); ``text`` is
-    part of an id, a name or a tag. Moments are datetimes, or texts as the service takes them. SpecError on a status or
-    site that does not exist, and on what is no moment.
+    A capture must have all ``tags`` (value None: any) and have captured ``site``. ``model`` is the model's name, or its
+    LoRA adapter's. A capture must have been made at ``since`` or later, and before ``until``. ``text`` is part of an
+    id, a name or a tag. Moments are datetimes, or texts as the service takes them. SpecError on a status or site that
+    does not exist, and on what is no moment.
     """
 
     status: str | None = None

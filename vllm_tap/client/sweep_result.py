@@ -21,10 +21,10 @@ F64 = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class PatchSweep:
-    """The effect of each row of the clean run: ``values`` float64 [sites, layers, positions], 1 as the clean prompt,
-    0 as the corrupted one; NaN where a site is not armed in a layer.
+    """The effect of each row of the clean run, scaled: 1 as the clean prompt, 0 as the corrupted one.
 
-    ``metric`` has the measures themselves, of the same shape; ``clean`` and ``corrupted`` are token ids.
+    ``values`` is float64 [sites, layers, positions], NaN where a site is not armed in a layer. ``metric`` has the
+    measures themselves, of the same shape. ``clean`` and ``corrupted`` are token ids.
     """
 
     values: F64
@@ -39,8 +39,9 @@ class PatchSweep:
     name_of_metric: str
 
     def to_json(self, path: str | Path | None = None, words: Iterable[str] | None = None) -> str:
-        """JSON text, what is no finite number as null; written to ``path`` where it is given. ``words`` as those of
-        ``heatmap``, which the page at / shows.
+        """The sweep as JSON text, null for what is no finite number; written to ``path`` where it is given.
+
+        ``words`` are those of ``heatmap``; the page at / shows them.
         """
         whole = {"sites": self.sites, "layers": self.layers, "positions": self.positions, "clean": self.clean,
                  "corrupted": self.corrupted, "measure": self.name_of_metric, "clean_metric": self.clean_metric,

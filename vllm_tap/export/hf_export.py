@@ -1,8 +1,9 @@
 """``export --format hf``: captures as one Hugging Face dataset on disk, written a block at a time.
 
-A row is a token (``capture``, ``position``, ``token_id``, and a list of float32 for each ``site.layer``) or, with
-``context``, as many tokens that follow each other: ``token_ids`` int32 ``[context]`` and, by TransformerLens's names,
-``Array2D`` float32 ``[context, width]``, as SAE trainers cache activations. What is left of a capture is then left out.
+A row of the dataset is a token: ``capture``, ``position``, ``token_id``, and a list of float32 for each ``site.layer``.
+With ``context`` a row is so many tokens that follow each other, as SAE trainers cache activations. It has ``token_ids``
+int32 ``[context]`` and, by TransformerLens's names, ``Array2D`` float32 ``[context, width]``. Tokens of a capture that
+fill no such row are then left out.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def _blocks(rows: ExportRows, context: int | None) -> Iterator[list[Rows]]:
 
 
 def _runs(rows: ExportRows) -> list[npt.NDArray[Any]]:
-    """The positions, those together that follow each other."""
+    """The positions, in runs that follow each other."""
     return np.split(rows.positions, np.flatnonzero(np.diff(rows.positions) != 1) + 1)
 
 

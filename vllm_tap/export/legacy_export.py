@@ -1,9 +1,10 @@
-"""``export --format npz`` of the legacy codecs: a folder with one NPZ of codes a layer, and a manifest of that shape.
+"""``export --format npz`` of the legacy codecs: a folder with one NPZ of codes a layer, and a manifest of that layout.
 
-``seq0_layer3_rank0.npz`` holds ``q`` uint8 ``[tokens, dims]``, ``scale`` float32 and ``zero`` int32 ``[tokens, 1]``:
-the row is ``(q - zero.astype(float)) * scale`` (rp8: its projection; topk8: its entries at ``index``, uint16 or uint32
-``[tokens, dims]``, with the share ``kept`` of its energy); ``positions`` and ``token_ids`` uint32 ``[tokens]``; and
-what the codec is, as arrays of one number or text. All load with ``allow_pickle=False``.
+``seq0_layer3_rank0.npz`` holds ``q`` uint8 ``[tokens, dims]``, and ``scale`` float32 and ``zero`` int32, both
+``[tokens, 1]``. They give ``(q - zero.astype(float)) * scale``: the row; of rp8 its projection; of topk8 its entries at
+``index``. For topk8 there are ``index``, uint16 or uint32 ``[tokens, dims]``, and ``kept``, the share of the row's
+energy in these entries. ``positions`` and ``token_ids`` are uint32 ``[tokens]``. The codec and its parameters are
+arrays of one number or text. All load with ``allow_pickle=False``.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def copy_by_block(reader: OneReader, index: RowIndex, keys: Sequence[int], numbe
                   slots: I64) -> npt.NDArray[np.uint32]:
     """Copy rows ``numbers`` of sealed blocks to ``slots`` of the keys' arrays, and give their token ids [n].
 
-    ``stored`` has an entry for every key of the index, without arrays of one that is not wanted; ``keys``, one at
-    least, lie in the same rows of the same frames. What ``stored_rows`` raises.
+    ``stored`` has an entry for every key of the index; the entry of a key that is not wanted has no arrays. ``keys``,
+    at least one, lie in the same rows of the same frames. It raises what ``stored_rows`` raises.
     """
     frames, rows = index.frames[index.frame[keys[0]][numbers]], index.row[keys[0]][numbers].astype(np.int64)
     for key in keys:

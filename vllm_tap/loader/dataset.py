@@ -4,10 +4,10 @@
 >>> for batch in DataLoader(data, batch_size=None, num_workers=4):                # doctest: +SKIP
 ...     step(batch["resid_post.12"])                                              # [4096, width]
 
-How rows are mixed: units of at most 128 neighbours on the disk are permuted over all that was chosen, dealt out to the
-workers, and filled into a window of at least 65,536 rows (``window``), out of which rows come in random order. So two
-rows that follow each other come from the same unit with a chance of 128 / window, 1 in 512; across windows the mixing
-is that of the units. What is smaller than a window is shuffled perfectly.
+Rows are mixed in units of at most 128 neighbours on the disk. The units are permuted over all that was chosen, and
+dealt out to the workers. A worker fills them into a window of at least 65,536 rows (``window``), out of which rows come
+in random order. So two rows that follow each other come from the same unit with a chance of 128 / window, 1 in 512.
+Across windows the mixing is that of the units. A choice smaller than a window is shuffled perfectly.
 """
 
 from __future__ import annotations
@@ -48,14 +48,16 @@ def rows(store: Stores | Store, site: str | Sequence[str], layer: Layers = None,
          ) -> RowDataset:
     """The rows of a site and layer over all captures that ended, as batches of one epoch.
 
-    ``store`` may be several, as in ``open_store``: an epoch has the rows of all of them, each once, in the same order
-    wherever the stores lie and however they are named. ConflictError where two have one capture.
+    ``store`` may be several, as in ``open_store``. An epoch then has the rows of all of them, each once. Their order is
+    the same wherever the stores lie and however they are named. ConflictError where two have one capture.
 
     Several sites or layers (``["resid_mid.3", "mlp_out.3"]``, or one site and a list of layers) come aligned: row i of
-    each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``; ``codec``
+    each is of the same token. ``where``: tags that a capture must have, or a function of its ``CaptureRow``. ``codec``
     chooses among captures that are stored in different ways. ``rank`` and ``world`` are those of torch.distributed
-    where it is running. ``verify`` holds every row against its checksum (in a segment that is not sealed yet:
-    every frame, which reads all its layers); without it only heads of frames are, and rows out of a bucket. With
+    where it is running.
+
+    ``verify`` compares every row with its checksum. In a segment that is not sealed yet it does so for every frame,
+    which reads all its layers. Without ``verify`` only heads of frames are compared, and rows out of a bucket. With
     ``allow_missing=False`` a chosen capture that lacks rows raises MissingRows; else the rows that are there are taken.
 
     A batch is a dict: ``site.layer`` [batch, width] of ``dtype`` for each, ``position``, ``token_id`` and ``capture``
@@ -92,8 +94,8 @@ def _process(rank: int | None, world: int | None) -> tuple[int, int]:
 class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not looked into
     """The dataset of ``rows``: one epoch an iteration, batches already made (``DataLoader(…, batch_size=None)``).
 
-    ``set_epoch`` chooses another order of the same rows. ``state_dict`` says how far an iteration has come and
-    ``load_state_dict`` lets the next one go on there; the order is the same again for the same seed, epoch, batch,
+    ``set_epoch`` chooses another order of the same rows. ``state_dict`` says how far an iteration has come, and
+    ``load_state_dict`` lets the next one go on there. The order is the same again for the same seed, epoch, batch,
     window, ranks and workers. With a DataLoader of several workers ask ``state_after(batches, workers)``.
     """
 
@@ -142,8 +144,8 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     def state_after(self, batches: int, workers: int) -> dict[str, Any]:
         """The state when ``batches`` batches of the epoch have come out of a DataLoader with ``workers`` workers.
 
-        A DataLoader takes them from its workers in turn, leaving out those that have none left; a new one begins with
-        its first worker, which therefore goes on where it was another's turn.
+        A DataLoader takes batches from its workers in turn, and leaves out those that have none left. A new DataLoader
+        begins with its first worker. So the state lets that worker take the place of the one whose turn it was.
         """
         if workers < 1:
             return self._state(1, {0: batches})
@@ -161,8 +163,8 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state; SpecError where it is of other rows or of another order.
 
-        Rows come in the order in which they lie on the disk. Compacting the store, and erasing from a compacted block,
-        make it another one: a state of before is refused by a dataset that was made after.
+        Rows come in the order in which they lie on the disk. That order changes when the store is compacted, and when
+        rows are erased from a compacted block. A dataset that is made afterwards refuses a state from before.
         """
         for name, mine in self._order().items():
             if state.get(name) != mine:

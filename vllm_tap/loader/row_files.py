@@ -111,8 +111,8 @@ class RowFiles:
         return self._reader
 
     def _alike(self, stored: Sequence[Stored]) -> list[list[int]]:
-        """Keys whose rows lie in the same rows of the same frames, which are looked up once for all of them; those
-        alone that are wanted, and the first, whose frames tell the tokens.
+        """Keys in groups whose rows lie in the same rows of the same frames, so that these are looked up once a group.
+        Keys that are not wanted are left out, but for the first: its frames tell the tokens.
         """
         groups: list[list[int]] = []
         for key in range(len(self.index.keys)):

@@ -1,6 +1,6 @@
 """The rows of a store that a training run reads, and the place of each: arrays alone, so that workers share them.
 
-Rows are numbered in the order in which they lie on the disk (segment, frame, row); that order is cut into units of at
+Rows are numbered in the order in which they lie on the disk (segment, frame, row). That order is cut into units of at
 most ``BLOCK_ROWS`` neighbours, which are read together.
 """
 
@@ -57,8 +57,8 @@ class InBucket:
 
 @dataclass(frozen=True, slots=True)
 class RowIndex:
-    """``rows`` rows, every one of which has all ``keys``; one whose columns ranks share out is there once for each of
-    them, from the left to the right: ``share`` counts them.
+    """The places of ``rows`` rows, each of which has all ``keys``. Where ranks share out the columns of a key, the key
+    is there once for each rank, from the left to the right; ``share`` counts these.
 
     ``store`` is the folder; of a store in a ``bucket``, the folder of its cache. ``order`` is a digest of which row has
     which number: of ids, ``capture`` and ``position``. ``cache`` and ``cache_bytes`` are for rows of a folder that were
@@ -254,7 +254,7 @@ def _by_frame(where: list[I64]) -> tuple[I64, tuple[I32, ...], tuple[I32, ...]]:
 
 
 def only(index: RowIndex, rows: I64) -> RowIndex:
-    """An index of some rows of another, in the order given, with what they need of it and nothing else."""
+    """An index of some rows of another, in the order given, with only the parts of it that they need."""
     used, numbered = np.unique(index.capture[rows], return_inverse=True)
     names, capture = [index.captures[number] for number in used], numbered.astype(np.int32)
     position = index.position[rows]
@@ -270,9 +270,10 @@ def only(index: RowIndex, rows: I64) -> RowIndex:
 
 
 def relocated(index: RowIndex, reader: BucketReader | None = None) -> RowIndex:
-    """The same rows, in the same order, where they lie by now: compaction moves them, and erasing beside them may.
+    """The same rows, in the same order, at the places where they are now: compaction moves them, and erasing beside
+    them may.
 
-    ``reader`` is that of a bucket. NotFoundError where one is not there any more, since its capture was deleted.
+    ``reader`` is that of a bucket. NotFoundError where a row is not there any more, because its capture was deleted.
     """
     layers: dict[str, list[int]] = {}
     for site, layer in dict.fromkeys(index.keys):

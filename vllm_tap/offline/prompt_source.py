@@ -23,10 +23,11 @@ _KINDS: Final = {"text": "prompt", "input_ids": "prompt_token_ids"}
 
 @dataclass(frozen=True, slots=True)
 class PromptSource:
-    """``given``: a file of JSON lines, a folder that holds a dataset, or ``hf:NAME`` on the Hugging Face hub.
+    """A source of prompts. ``given``: a file of JSON lines, a folder that holds a dataset, or ``hf:NAME`` on the
+    Hugging Face hub.
 
-    Of a dataset, ``column`` is what is sent (default: the first of prompt, messages, prompt_token_ids, text, input_ids
-    that it has): text, a list of messages, or a list of token ids. At most ``limit`` prompts are taken.
+    Of a dataset, ``column`` is sent: text, a list of messages, or a list of token ids. Its default is the first of
+    prompt, messages, prompt_token_ids, text, input_ids that the dataset has. At most ``limit`` prompts are taken.
     """
 
     given: str

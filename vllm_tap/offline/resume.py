@@ -1,8 +1,8 @@
 """Prompts of a run that are captured already, and the ids that the others go under.
 
-An id follows from what is done: the source, the number and text of the prompt, the model and how it is captured. So a
-run that was cut off, however, is the same run when it is started again: what came to its end stays, what was left half
-done is deleted and done again under the next id of that prompt. An id of the caller's has no next one.
+An id follows from the work: the source, the number and text of the prompt, the model and how it is captured. So a run
+that was cut off in any way is the same run when it is started again. Captures that came to their end stay. Those that
+were left half done are deleted, and done again under the next id of that prompt. An id of the caller's has no next one.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def is_whole(row: CaptureRow) -> bool:
 
 @dataclass(slots=True)
 class Resume:
-    """The state before a run: whole captures by line, the ids of the others, what is to be deleted, and by line
-    why a prompt cannot be captured under its own id."""
+    """The state before a run.
+
+    ``done``: whole captures by line. ``attempts``: the attempt that the id of a line is for. ``stale``: captures that
+    are to be deleted. ``refused``: by line, why a prompt cannot be captured under its own id.
+    """
 
     settings: dict[str, Any]
     done: dict[int, str] = field(default_factory=dict)

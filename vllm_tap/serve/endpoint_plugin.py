@@ -80,12 +80,11 @@ def config_of(environment: Mapping[str, str]) -> Config:
 def writer_of(config: Config, ready_s: float = READY_S) -> WriterProcess | None:
     """A writer started for the store, None where another has it.
 
-    That one may be reading what a crash left, as one does that another front end of this server started: it is waited
-    for as long as for one of our own, and where it takes longer the service goes on without it until it is there.
+    The other writer may still be reading what a crash left, for example one that another front end of this server
+    started. It is waited for as long as one of our own. If it takes longer, the service goes on without it until it is
+    there. A writer that is started here ends when this process does.
 
-    What is started ends when this process does.
-
-    StartError where the one that runs listens elsewhere than the engine sends to, or none can be started.
+    StartError where the running writer listens elsewhere than the engine sends to, or where none can be started.
     """
     deadline = time.monotonic() + ready_s
     while True:

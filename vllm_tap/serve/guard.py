@@ -1,14 +1,15 @@
-"""Guard that nothing outlives ``vllm-tap serve``: two small programs in one file, standard library alone.
+"""Guard against processes that outlive ``vllm-tap serve``: two small programs in one file, standard library alone.
 
 ``guard.py guard``  reads "+PID" and "-PID" lines from its standard input, one for each session that the supervisor
-                    starts or has seen end. When the input closes, the supervisor is gone, however it died: the
-                    sessions get SIGTERM, and what is left of them after a grace period SIGKILL.
-``guard.py start``  becomes a child of the supervisor: own session, a death signal from the kernel, its id told to the
-                    guard *before* the real program runs, so that there is no moment in which nobody knows of it.
+                    starts or has seen end. When the input closes, the supervisor is gone, however it died. The
+                    sessions then get SIGTERM, and what is left of them after a grace period SIGKILL.
+``guard.py start``  becomes a child of the supervisor: own session, and a death signal from the kernel. It tells the
+                    guard its id *before* the real program runs, so that the guard knows of it at every moment.
 
-Why both: the death signal (PR_SET_PDEATHSIG) reaches direct children only, follows the thread that forked, and can be
-ignored, but it needs no other process; the guard kills whole sessions, grandchildren included, but can be killed
-itself (the supervisor then starts another). Only the two dying in the same instant leaves the death signal alone.
+Both are needed. The death signal (PR_SET_PDEATHSIG) needs no other process. But it reaches direct children only,
+follows the thread that forked, and can be ignored. The guard kills whole sessions, grandchildren included. But it can
+be killed itself; the supervisor then starts another. If both supervisor and guard die in the same instant, only the
+death signal is left.
 
 Run by path with ``python -I -S``: it starts in a few milliseconds and imports nothing of ours.
 """

@@ -1,12 +1,13 @@
 """Writer, engine and API as one: started in order, watched, stopped in order, nothing left behind.
 
-What happens when a child dies (docs/reference/operations.md): the writer and the API are started again, after a growing
-pause and at most RESTARTS_MAX times in RESTARTS_WINDOW_S; the engine's death ends the whole with status 1, because its
-model would take minutes to come back and its callers have lost their requests anyway. A child that dies before it was
-ever ready ends the whole too: it would only die again. Status 2 says that it did not take its arguments.
+A child that dies is handled as in docs/reference/operations.md. The writer and the API are started again, after a
+growing pause and at most RESTARTS_MAX times in RESTARTS_WINDOW_S. The engine's death ends the whole with status 1. Its
+model would take minutes to come back, and its callers have lost their requests anyway. A child that dies before it was
+ever ready ends the whole too: it would only die again. Status 2 says that a child did not take its arguments.
 
-The stop takes at most STOP_S: the API first (it cancels what it has at the engine, so that captures are closed with
-their reason), then the captures' ends are awaited, then the engine, and the writer last, with everything on disk.
+The stop takes at most STOP_S. The API is first: it cancels what it has at the engine, so that captures are closed with
+their reason. Then the captures' ends are awaited. Then the engine is stopped, and the writer last, with everything on
+disk.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ _RESTARTS_WINDOW_S: Final = 60.0  # a server runs for months: what died long ago
 
 
 class WriterProcess:
-    """``python -m writer_service`` for the length of a ``with`` block.
+    """The writer, ``python -m writer_service``, for the length of a ``with`` block.
 
-    The writer gets a death signal when this program dies, however it dies. A writer that dies is started again (the
-    engine keeps what was not yet safe); where that fails, ``failed`` says why and ``give_up`` is called: by default the
-    main thread is interrupted, which may wait in an engine that waits for the writer.
+    The writer gets a death signal when this program dies, however it dies. A writer that dies is started again; the
+    engine keeps what was not yet safe. Where that fails, ``failed`` says why and ``give_up`` is called. By default it
+    interrupts the main thread, which may wait in an engine that waits for the writer.
     """
 
     def __init__(self, store: Path, endpoint: str, durability: str = "fsync",

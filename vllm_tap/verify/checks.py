@@ -26,8 +26,10 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class PlaceOutcome:
-    """A place: ``differs`` says what is not the same when its rows are put back, ``unedited`` what the control run has
-    otherwise than one without an edit (zeros of either sign count as equal there).
+    """The outcome at a place. ``differs`` names what is not the same when its rows are put back.
+
+    ``unedited`` names what the control run has otherwise than a run without an edit; zeros of either sign count as
+    equal there.
     """
 
     site: str
@@ -45,7 +47,7 @@ class PlaceOutcome:
 
 @dataclass(frozen=True, slots=True)
 class SiteFaults:
-    """Findings by fault at a site and layer; [] of one that nothing told of."""
+    """Findings by fault at a site and layer; [] for a fault that nothing told of."""
 
     site: str
     layer: int

@@ -1,4 +1,4 @@
-"""Faults that are injected before anybody believes that nothing is wrong: rows that are not those to be put back.
+"""Faults that are injected to prove that the checks find them: rows that are not those to be put back.
 
 All of them come in through the rows that a request hands in. The engine is as it is.
 """
@@ -22,8 +22,11 @@ _LOWEST_BIT: Final = {"float32": 0, "bfloat16": 16, "float16": 13}
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """Rows [positions, width] of which faults are made: those to be put back, those of another layer (None: there is
-    none), of the run before, which had another prompt, and the right ones through a codec that loses something.
+    """Rows [positions, width] that faults are made of.
+
+    ``rows`` are those to be put back. ``other_layer`` are those of another layer, None where there is none.
+    ``run_before`` are those of the run before, which had another prompt. ``decoded`` are the right ones through a lossy
+    codec.
     """
 
     rows: F32
