@@ -20,8 +20,11 @@ _ROUNDING: Final = -1e-9  # KL is not negative; sums in float64 may be by so muc
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One prompt's positions: ``kl`` in nats and ``same_top`` [positions], ``clear`` whether the reference's choice has
-    the margin, and the nats of the true next token, reference and other, [positions − 1].
+    """One prompt's positions, compared between the reference and another run.
+
+    ``kl`` in nats, ``same_top`` and ``clear`` are [positions]. ``clear`` tells whether the reference's choice has the
+    margin. ``nll`` and ``nll_other`` are the nats of the true next token, of the reference and of the other, [positions
+    − 1].
     """
 
     kl: F64

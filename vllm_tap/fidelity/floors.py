@@ -1,4 +1,4 @@
-"""The arithmetic's noise: what the same model does otherwise in bfloat16 than in float32, in Hugging Face's classes."""
+"""Noise of the arithmetic: how the same model differs between bfloat16 and float32, in Hugging Face's classes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _SHARE: Final = 0.4  # of the memory that is free
 
 
 def arithmetic_floor(model: str, tokens: I64) -> tuple[list[float], str]:
-    """The KL by prompt of a bfloat16 forward to a float32 one of the first 64 of ``tokens`` [prompts, positions],
-    without position 0, and how it was measured; ([], why) where it was not.
+    """The KL by prompt of a bfloat16 forward to a float32 one, and how it was measured; ([], why) where it was not.
+
+    It is of the first 64 of ``tokens`` [prompts, positions], without position 0.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -33,8 +33,11 @@ def _of_the_model(value: Any) -> Any:
 
 
 def weights_digest(model: str, revision: str | None) -> str:
-    """XXH3 of the names and sizes of the weights in a model's folder and of 64 KiB at the start (in safetensors names
-    and shapes of the tensors), in the middle and at the end of each; of a model that is no folder, its ``revision``.
+    """XXH3 of a model's weights, from the names and sizes of the files in its folder and 64 KiB at three places of
+    each.
+
+    The places are the start (in safetensors names and shapes of the tensors), the middle and the end. A model that is
+    no folder gives its ``revision``. Without that, or without weights, it is "unknown".
     """
     folder = Path(model)
     if not folder.is_dir():

@@ -1,9 +1,9 @@
 """The pilot: a small model trained on this machine, on text that every machine has, in about a minute.
 
-It has learnt enough for its numbers to mean something (perplexity, probes, what is close to what; to copy what stands
-32 tokens before), and is the same wherever the same Python runs but for the order of sums. It comes in two forms that
-compute the same function bit for bit: as trained, and with *planted massive columns*, as large models have them, which
-are harder to encode.
+It has learnt enough for its numbers to mean something: perplexity, probes, which rows are close to which. It can copy
+what stands 32 tokens before. It is the same wherever the same Python runs, but for the order of sums. It comes in two
+forms that compute the same function bit for bit. One is as trained. The other has *planted massive columns*, as large
+models have them, which are harder to encode.
 """
 
 from __future__ import annotations
@@ -138,8 +138,10 @@ def _write_planted(source: Path, folder: Path) -> None:
 
 
 def plant(weights: dict[str, torch.Tensor]) -> None:
-    """Make columns massive, in place: six neurons 1,024 times, a column of each head's values and a rotated pair of its
-    keys 16 times, and what reads them as much smaller. All by powers of two: each product stays the number that it was.
+    """Make columns massive, in place, by powers of two: each product stays the number that it was.
+
+    In each layer six neurons become 1,024 times as large. A column of each head's values and a rotated pair of its keys
+    become 16 times as large. The weights that read them become as much smaller.
 
     ``weights``: a Qwen3 model's by Hugging Face's names, float32.
     """

@@ -74,9 +74,10 @@ def interval(values: F64, statistic: Callable[..., Any] | None = None, *, confid
 
 
 def verdict(found: Interval, free: float, bar: float, prompts: int) -> Verdict:
-    """The verdict on the bounds of a cost (smaller is better): *free* at or below ``free``, *within* ``bar``, *beyond*
-    it, or *undecided*, where the interval lies on both sides of the bar or the bar is no number; *broken* where the
-    cost is no finite number.
+    """The verdict on the bounds of a cost, of which a smaller one is better.
+
+    *Free*: at or below ``free``. *Within*: at or below ``bar``. *Beyond*: above it. *Undecided*: the interval lies on
+    both sides of the bar, or ``free`` or ``bar`` is no finite number. *Broken*: the cost is no finite number.
     """
     if not all(map(math.isfinite, (found.value, found.low, found.high))):
         return Verdict("broken")

@@ -26,8 +26,10 @@ _CHOICE: Final = 0.1  # of a row's error: what another choice among equal magnit
 
 @dataclass(slots=True)
 class Patched:
-    """A codec, or a control, at one place. ``kind``: codec, control or noise; ``prompts``: by name a number for each
-    prompt; ``tail``: of all scored positions together, in nats; None where they are too few.
+    """A codec, or a control, at one place.
+
+    ``kind``: codec, control or noise. ``prompts``: by name a number for each prompt. ``tail``: of all scored positions
+    together, in nats; None where they are too few.
     """
 
     name: str
@@ -39,10 +41,12 @@ class Patched:
 
 @dataclass(slots=True)
 class PlaceStudy:
-    """A place with all that was done there; ``layer``: −1 for all of them at once; ``harness``: KL of the control, that
-    edits nothing, to the unedited run, by prompt; ``told``: what each control was seen by, and what is wrong with a
-    codec; ``broken``: by codec whose numbers mean nothing here, why, its KL by prompt (``kl``; null where it is no
-    number) and its bytes (``row_bytes``).
+    """A place with all that was done there.
+
+    ``layer``: −1 for all of them at once. ``harness``: by prompt, KL of the control, which edits nothing, to the
+    unedited run. ``told``: how each control was seen, and what is wrong with a codec. ``broken``: by codec whose
+    numbers mean nothing here, the reason (``why``), its KL by prompt (``kl``; null where it is no number) and its bytes
+    (``row_bytes``).
     """
 
     site: str
@@ -157,8 +161,8 @@ def _named(place: Place) -> str:
 
 def _patch(bench: Bench, chunk: I64, place: Place, variant: Variant, made: list[F32],
            known: tuple[Sequence[Answer], list[F32], Reference]) -> None:
-    """Run a batch with rows out of a codec or a control. What is no number is of this codec at this place alone: its
-    prompts are then None.
+    """Run a batch with rows out of a codec or a control. A codec that makes what is no number is broken at this place
+    alone: its prompts are then None.
     """
     control, rows, reference = known
     if not all(np.isfinite(each).all() for each in made):
@@ -295,7 +299,7 @@ def first_unlike(one: Sequence[Answer], other: Sequence[Answer]) -> dict[int, in
 
 
 def _one_wrong(bench: Bench, chunk: I64, place: Place, control: Sequence[Answer], rows: list[F32]) -> str:
-    """One row of one prompt is another's: nothing may differ before it, and nothing in any other prompt."""
+    """Put one wrong row into one prompt: nothing may differ before it, and nothing in any other prompt."""
     prompt, middle = len(chunk) // 2, chunk.shape[1] // 2
     unlike = (_bits(rows[prompt][1:]) != _bits(rows[prompt][:-1])).any(-1).nonzero()[0] + 1
     if not len(unlike):
@@ -330,8 +334,10 @@ def _engines_codes(bench: Bench, chunk: I64, place: Place, codecs: Sequence[str]
 
 
 def same_rows(made: F32, judged: F32, rows: F32) -> tuple[float, float]:
-    """The share of rows [rows, width] that an encoder made as they were judged: bit for bit; and those too that are as
-    far from ``rows``, as where a kernel keeps others of equal magnitudes, which 16 bits have many of.
+    """Two shares of rows [rows, width] that an encoder ``made`` as they were ``judged``.
+
+    The first has the rows that are the same bit for bit. The second has also those that are as far from ``rows``. A
+    kernel may keep others of equal magnitudes, which 16 bits have many of.
     """
     bits = (_bits(made) == _bits(judged)).all(axis=-1)
     far, judged_far = (np.linalg.norm((each - rows).astype(np.float64), axis=-1) for each in (made, judged))

@@ -45,8 +45,10 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts of one length: ``tokens`` int64 [prompts, positions], ``document`` int64 [prompts]; ``labels`` bool
-    [prompts, positions], whether a token is in a string or a comment, where the text is Python's source.
+    """Prompts of one length.
+
+    ``tokens`` is int64 [prompts, positions], ``document`` int64 [prompts]. ``labels`` is bool [prompts, positions],
+    whether a token is in a string or a comment; None where the text is not Python's source.
     """
 
     tokens: I64
@@ -132,8 +134,8 @@ def commonest(tokens: I64) -> I64:
 
 
 def copying(among: I64, count: int, length: int, rng: np.random.Generator, lead: int = 0) -> I64:
-    """Prompts [count, length] of a run of ``RUN`` tokens of chance out of ``among`` that comes again and again, behind
-    the token ``lead``: from its second time on each token is the one ``RUN`` before it.
+    """Prompts [count, length] of the token ``lead`` and then a run of tokens that comes again and again. The run has
+    ``RUN`` random tokens out of ``among``. From its second time on, each token is the one ``RUN`` before it.
     """
     runs = np.tile(rng.choice(among, (count, RUN)), length // RUN + 1)
     found: I64 = np.concatenate([np.full((count, 1), lead, np.int64), runs], 1)[:, :length]

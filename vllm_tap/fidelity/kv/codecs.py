@@ -167,8 +167,8 @@ class NormalFloat4:
 
 @dataclass(frozen=True, slots=True)
 class Rotated:
-    """A head turned by a Walsh–Hadamard matrix with signs, at ``bits`` (2 or 4) by the levels of a normal distribution,
-    and its length in bfloat16, which the decoded row has again.
+    """A codec that turns a head by a Walsh–Hadamard matrix with signs. It codes the turned head at ``bits`` (2 or 4) by
+    the levels of a normal distribution. It keeps the head's length in bfloat16, which the decoded row has again.
     """
 
     bits: int
@@ -339,8 +339,8 @@ class Coder:
         return declared
 
     def digest(self, heads: int, head: int, dtype: torch.dtype) -> str:
-        """XXH3 of what the codec makes of keys and values [tokens, heads, head] of chance, packed and decoded: another
-        where the codec was changed, in a class that it is built on, or a file that it reads.
+        """XXH3 of what the codec makes of random keys and values [tokens, heads, head], packed and decoded. It is
+        another where the codec was changed, a class that it is built on, or a file that it reads.
         """
         found = xxhash.xxh3_64()
         for what in "kv":
@@ -408,8 +408,10 @@ def chosen(names: tuple[str, ...], own: Mapping[str, Callable[[], KVCodec]]) -> 
 
 
 def fitting(coders: Sequence[Coder], heads: Mapping[int, tuple[int, int]], named: bool) -> tuple[list[Coder], str]:
-    """The codecs that these heads (by layer, how many and of how many numbers) can have, and what is told of the rest;
-    ArgumentError for one of the rest that was ``named``.
+    """The codecs that these heads can have, and a text about the rest; ArgumentError for one of the rest that was
+    ``named``.
+
+    ``heads``: by layer, how many heads and of how many numbers.
     """
     odd = next(((layer, head) for layer, (_, head) in heads.items() if head & (head - 1)), None)
     turned = [coder.name for coder in coders if coder.name in _SHIPPED and isinstance(coder.encoder, Rotated)]

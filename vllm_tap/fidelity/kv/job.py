@@ -137,8 +137,8 @@ def _window(job: KVJob, made: Made) -> Window | None:
 
 def study(job: KVJob, made: Made, bench: Bench, progress: ProgressReport = False,
           own: Mapping[str, OwnCache] | None = None) -> Report:
-    """All places of a job on an engine that is there, which cuts prompts where their context ends; ``own``: what
-    engines with other dtypes of the cache made of the same prompts.
+    """All places of a job on a running engine, which cuts prompts where their context ends. ``own``: what engines with
+    other dtypes of the cache made of the same prompts.
     """
     heads = heads_of(bench.engine)
     if lost := [layer for layer in job.common.layers if layer not in heads]:

@@ -1,4 +1,4 @@
-"""Modes: the place of a codec between keys and values and their cache, and faults put in there on purpose."""
+"""Modes: the place of a codec between keys and values and their cache, and faults that are put in there on purpose."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Make = Callable[[torch.Tensor, Stand], torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class Window:
     """The positions that stay exact in ``rolling``: the ``first`` positions, the ``exact`` ones before those of a step,
-    and those of the step itself, which has ``step`` of a prompt at most.
+    and those of the step itself. A step has at most ``step`` positions of a prompt.
     """
 
     exact: int
@@ -41,11 +41,11 @@ class Window:
     step: int
 
     def coded_at(self, position: int) -> int:
-        """The position at which the step begins in which a row of a prompt is changed."""
+        """The first position of the step in which the row at ``position`` of a prompt is changed."""
         return ((position + self.exact) // self.step + 1) * self.step
 
     def stop(self, tokens: int) -> int:
-        """The first position that a prompt of so many tokens does not change any more."""
+        """The first position of a prompt of so many tokens whose row is not changed any more."""
         return (tokens - 1) // self.step * self.step - self.exact
 
 
@@ -68,16 +68,18 @@ def window_of(tokens: int, context: int, exact: int | None = None) -> Window:
 class Coding:
     """The rows that are written in place of a run's keys and values.
 
-    ``make`` is asked for the rows of one prompt at one layer; ``number_of`` tells its number of a request's id;
-    ``part``: "kv", "k" or "v"; ``layers``: of which.
-    ``mode`` in-forward: every token's are changed as they are computed, so that later layers compute with what came
-    of it. Direct: the same, but every layer's rows are those that a run without any change had (``exact``), so that
-    nothing is changed twice. Snapshot: rows of positions before ``context`` are written as they are and stay so until
-    the request goes on behind them; then they are changed, all layers' as the exact run had them. Rolling: each row is
-    written as it is computed, and changed once a step begins that is further behind it than the ``window``.
+    ``make`` is asked for the rows of one prompt at one layer. ``number_of`` tells the number of that prompt from a
+    request's id. ``part`` is "kv", "k" or "v". ``layers`` are those whose rows are changed.
 
-    ``asked``: rows of keys, and rows of values, that ``make`` was given, by position; ``changed``: how many are others
-    now. ``wrong``: what went wrong in ``make``, the first time; the rows then stay as they are.
+    The ``mode`` tells when rows are changed. In-forward: every token's as they are computed, so that later layers
+    compute with the result. Direct: the same, but every layer's rows are those of a run without any change (``exact``),
+    so that nothing is changed twice. Snapshot: rows of positions before ``context`` are written as they are, and stay
+    so until the request goes on behind them. Then they are changed, all layers' as the exact run had them. Rolling:
+    each row is written as it is computed. It is changed once a step begins that is further behind it than the
+    ``window``.
+
+    ``asked``: rows of keys, and rows of values, that ``make`` was given, by position. ``changed``: how many of them are
+    others now. ``wrong``: the first error in ``make``; the rows then stay as they are.
     """
 
     mode: str
@@ -119,7 +121,7 @@ class Coding:
 
     def _exactly(self, layer: int, request: str, rows: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows as the exact run had them, where that has these positions: its own answer may go on otherwise."""
+        """Rows as the exact run had them, at positions that it has: this run's own answer may go on otherwise."""
         kept = self.exact.get((layer, self.number_of(request)))
         if self.mode != "direct" or kept is None:
             return rows
@@ -130,7 +132,8 @@ class Coding:
         return keys, values
 
     def _changed_later(self, layer: int, rows: Rows) -> Iterator[Written]:
-        """Keep what is before the context; what was kept of requests that go on behind it is written changed."""
+        """Keep the rows before the context. Write a request's kept rows, changed, once it goes on behind the context.
+        """
         for number, request in enumerate(rows.requests):
             mine = (rows.owners == number).nonzero()[:, 0]
             before = rows.positions[mine] < self.context
@@ -148,7 +151,7 @@ class Coding:
                 yield *self._made((layer, request), keys, values, positions), slots
 
     def _left(self, layer: int, rows: Rows, window: Window) -> Iterator[Written]:
-        """Write what has left the window, changed; keep what is within it, and what comes now."""
+        """Write the rows that have left the window, changed. Keep those within it, and those that come now."""
         for number, request in enumerate(rows.requests):
             mine = (rows.owners == number).nonzero()[:, 0]
             if not len(mine):
@@ -182,7 +185,9 @@ class Coding:
                 self._one(values, stands["v"]) if "v" in stands else values)
 
     def _one(self, rows: torch.Tensor, stand: Stand) -> torch.Tensor:
-        """The rows changed; as they are where that fails or makes what is no number, for an engine's step cannot."""
+        """The changed rows. The rows as they are where the change fails or makes what is no number: an engine's step
+        must not fail.
+        """
         try:
             made = self.make(rows, stand)
             if made.shape != rows.shape:
@@ -199,7 +204,7 @@ class Coding:
 
 @dataclass(slots=True)
 class Kept:
-    """The rows that a run has written, of prompts alone, of the first ``positions`` positions; it changes nothing."""
+    """The rows of the first ``positions`` positions that a run has written, of prompts alone. It changes nothing."""
 
     positions: int
     number_of: Callable[[str], int]
@@ -234,8 +239,8 @@ def noise_like(coder: Coded) -> Make:
 
 
 def shuffled(seed: int = 0) -> Make:
-    """Each position's row is another's of its prompt. Values are moved otherwise than keys: attention does not see in
-    which order pairs of them lie in the cache.
+    """A control: each position's row is another's of its prompt. Values are moved otherwise than keys, because
+    attention does not see the order in which pairs of them lie in the cache.
     """
     def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
         order = np.random.default_rng((seed, stand.prompt, int(stand.positions[0]), ord(stand.what))
@@ -248,7 +253,7 @@ def shuffled(seed: int = 0) -> Make:
 
 
 def one_wrong(prompt: int, at: int) -> Make:
-    """One position's row of one prompt is that of the position before."""
+    """A control: one position's row of one prompt is that of the position before."""
     def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
         where = (stand.positions == at).nonzero()[:, 0]
         if stand.prompt != prompt or not len(where):

@@ -34,8 +34,10 @@ SITE: Final = "engine"
 
 @dataclass(frozen=True, slots=True)
 class OwnCache:
-    """The results of an engine with a cache dtype of its own, of all prompts: rows of the last norm float32 [prompts,
-    positions, width], the answers int64 [prompts, tokens], and bytes of a token's keys and values in all layers.
+    """The results of an engine with a cache dtype of its own, of all prompts.
+
+    ``norm``: rows of the last norm, float32 [prompts, positions, width]. ``tokens``: the answers, int64 [prompts,
+    tokens]. ``token_bytes``: bytes of a token's keys and values in all layers.
     """
 
     norm: np.ndarray[Any, np.dtype[np.float32]]

@@ -1,7 +1,7 @@
 """Keys and values in their principal components, layer by layer and head by head, keys before the rotary embedding.
 
-Means, components and which of them has how many bits are of other documents than those that are scored. They are kept
-once for a model, not by token: of a token there are the codes, and in bfloat16 how long it is for a row of its kind.
+Means, components and the bits of each component come from other documents than those that are scored. They are kept
+once for a model, not by token. A token has its codes, and in bfloat16 how long it is for a row of its kind.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _BITS_MAX: Final = 8  # of a component
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """Principal components of keys or of values of one layer: ``mean`` [heads, head], ``turn`` [heads, head, head]
-    whose columns are the components, their ``size`` (standard deviation) and ``bits``, int64, both [heads, head].
+    """Principal components of keys or of values of one layer.
+
+    ``mean`` is [heads, head]. ``turn`` is [heads, head, head]; its columns are the components. ``size`` (their standard
+    deviation) and ``bits``, int64, are [heads, head].
     """
 
     mean: torch.Tensor
@@ -39,8 +41,8 @@ class Components:
 
 
 def fit(rows: torch.Tensor, bits: int) -> Components:
-    """The components of rows [rows, heads, head], and ``bits`` a number given out one by one, each to the component
-    with the largest error left. ArgumentError where there are fewer rows than numbers in a head.
+    """The components of rows [rows, heads, head], with ``bits`` a number on average. Bits are given out one by one,
+    each to the component with the largest error left. ArgumentError where there are fewer rows than numbers in a head.
     """
     count, _, head = rows.shape
     if count <= head:

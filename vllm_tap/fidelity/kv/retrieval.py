@@ -1,8 +1,8 @@
-"""Whether a model still finds what stands in its cache: a run of tokens comes again and again, and each is to be told
-from the one that was behind it the time before.
+"""Retrieval from the cache: whether a model still copies a run of tokens that comes again and again. It has to tell
+each token from the one that came at this place the time before.
 
-Runs are tokens of chance out of the text's commonest eight, so that nothing but what lies in the cache tells the next
-one. Scored is the run behind the context, whose model lies at the context's end: a snapshot has coded it as well.
+Runs are random tokens out of the text's commonest eight, so that only the cache tells the next one. The run behind the
+context is scored. The run that it copies lies at the context's end, so a snapshot has coded that as well.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _SEED: Final = 17
 
 @dataclass(slots=True)
 class Retrieved:
-    """Tokens copied rightly, the share by prompt: of the ``exact`` run, and by place and codec, or shuffled rows, those
-    of ``copied``. ``told``: what is wrong with a codec, and what shuffled rows did. ``positions``: scored of a prompt.
+    """Tokens copied rightly, the share by prompt.
+
+    ``exact``: of the exact run. ``copied``: by place and by codec, or shuffled rows. ``told``: what is wrong with a
+    codec, and what shuffled rows did. ``positions``: scored of a prompt.
     """
 
     positions: int

@@ -26,8 +26,10 @@ Sizes = dict[tuple[str, int, str], int]  # bytes of a token by codec, layer and 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The place of a codec: a mode, a part and layers; ``layer``: the only one, or −1; ``window``: of rolling;
-    ``noisy``: whether noise of each codec's power is measured beside it.
+    """The place of a codec: a mode, a part and layers.
+
+    ``layer``: the only one, or −1. ``window``: of rolling. ``noisy``: whether noise of each codec's power is measured
+    beside it.
     """
 
     mode: str
@@ -81,10 +83,10 @@ def measured_sizes(bench: Bench, chunk: I64, coders: Sequence[Coded], layers: Se
 
 def study_kv(bench: Bench, tokens: I64, where: Where, coders: Sequence[Coded], known: tuple[Sizes, Heads],
              setting: tuple[int, int], tell: Callable[[], None]) -> PlaceStudy:
-    """All codecs and controls of a place, with the prompts ``tokens`` [prompts, positions]; ``known``: what codecs make
-    of a token, and the model's heads; ``setting``: prompts of a batch, and the context.
+    """All codecs and controls of a place, with the prompts ``tokens`` [prompts, positions].
 
-    Unpublished where a control does not behave, ArgumentError where a codec fails.
+    ``known``: bytes that codecs make of a token, and the model's heads. ``setting``: prompts of a batch, and the
+    context. Unpublished where a control does not behave, ArgumentError where a codec fails.
     """
     size, context = setting
     variants: dict[tuple[str, str], Variant] = {}
@@ -117,8 +119,9 @@ def width_of(where: Where, heads: Heads) -> int:
 
 
 def _bytes(name: str, where: Where, known: tuple[Sizes, Heads], tokens: int) -> int:
-    """Bytes of a token's keys and values in all layers of a place; what is not coded has 16 bits a number, and of a
-    window as many tokens as it keeps exact, of prompts of so many ``tokens``.
+    """Bytes of a token's keys and values in all layers of a place. Rows that are not coded have 16 bits a number. With
+    a window it is the mean over a prompt of so many ``tokens``, and the tokens that the window keeps exact have 16 bits
+    as well.
     """
     sizes, heads = known
     plain = {layer: 2 * heads[layer][0] * heads[layer][1] for layer in where.layers}
@@ -197,9 +200,11 @@ class Batch:
         return f"written at position {at} of prompt {prompt}, first difference at {firsts[prompt]}, in no other prompt"
 
     def _wrong_at(self, prompt: int) -> int:
-        """A position whose token is another than the one before: behind a snapshot the last one that there is, which a
-        short window reads as well; of rolling one that is changed beside the one before, nearest to the middle of what
-        is scored; else the one nearest to that middle.
+        """A position of ``prompt`` whose token is another than the one before; Unpublished where there is none.
+
+        For a snapshot it is the last one before the context's end, which a short window reads as well. For rolling its
+        row is changed in the same step as the row before, in the step nearest to the middle of what is scored. Else it
+        is the one nearest to that middle.
         """
         tokens, length, context = self._chunk[prompt], self._chunk.shape[1], self._context
         window, middle = self._where.window, (context + length) // 2

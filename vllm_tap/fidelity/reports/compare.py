@@ -22,9 +22,12 @@ _NONE: Final = Interval(float("nan"), float("nan"), float("nan"))
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A codec at a place: KL in nats before, and by how much it is more now, with an interval that holds for all codecs
-    together. ``word``: worse, better, same (the interval has 0 in it, or nothing differs), broken (no finite KL in
-    either report), missing (in OLD alone) or added (in NEW alone: ``before`` is NaN); of the last two ``more`` is NaN.
+    """A codec at a place: KL in nats ``before``, and how much ``more`` it is now. The interval of ``more`` holds for
+    all codecs together.
+
+    ``word``: worse, better, same (the interval has 0 in it, or nothing differs), broken (no finite KL in either
+    report), missing (in OLD alone) or added (in NEW alone). ``before`` is NaN for added. ``more`` is NaN for broken,
+    missing and added.
     """
 
     site: str
@@ -36,8 +39,9 @@ class Change:
 
 
 def compared(old: Report, new: Report) -> list[Change]:
-    """Each codec at each place, prompt by prompt, and those that one of the two lacks; ArgumentError where they are not
-    of the same model, dtype and prompts or have nothing in common.
+    """The change of each codec at each place, prompt by prompt, and codecs that one of the two lacks.
+
+    ArgumentError where the reports are not of the same kind, model, dtype and prompts, or have nothing in common.
     """
     for what, one, other in (("kind", *(each.settings.get("lab", "codecs") for each in (old, new))),
                              ("text", old.text["digest"], new.text["digest"]),

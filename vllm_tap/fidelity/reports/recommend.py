@@ -31,9 +31,11 @@ Pair = tuple[str, int]  # a site and a layer
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A codec at all judged places: bytes of a token (the largest of the reports), whether the criterion holds at all
-    of them, and where it is missed most and by how much (``miss`` times the bound; infinite: it is broken there); ""
-    and 0 where it holds.
+    """A codec at all judged places.
+
+    ``bytes_per_token``: bytes of a token, the largest of the reports. ``holds``: whether the criterion holds at all
+    places. ``worst``: where it is missed most, "" where it holds. ``miss``: by how many times the bound, 0 where it
+    holds, infinite where the codec is broken there.
     """
 
     codec: str
@@ -45,12 +47,16 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """``chosen`` holds and fits the budget (None: nothing does); ``nearest`` is then what fits it and misses least
-    (None where all that fits is broken somewhere); ``fewer`` says what else fits: the cheapest that holds, on fewer
-    layers.
-    ``specs``: captures of judged places alone, one for all sites of the same layers; ``judged``: those places, such as
-    resid_post.1; ``unjudged``: places of the reports that were asked for and that nothing is said of; ``partly``:
-    judged places that not every report has, with the models that do; ``lacking``: codecs not judged at all of them.
+    """The codec that is recommended for a ``use``, and what else the reports say.
+
+    ``chosen``: the cheapest that holds and fits the budget; None: nothing does. ``nearest`` is then the one that fits
+    and misses least; None where all that fits is broken somewhere. ``fewer`` says what else fits: the cheapest that
+    holds, on fewer layers or requests.
+
+    ``specs``: captures of judged places alone, one for all sites of the same layers. ``judged``: those places, such as
+    resid_post.1. ``unjudged``: places of the reports that were asked for and that nothing is said of. ``partly``:
+    judged places that not every report has, with the models that have them. ``lacking``: codecs not judged at all of
+    them.
     """
 
     use: str
@@ -68,7 +74,9 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True)
 class _Judged:
-    """A place of one report: by codec how far it is from its bound, of those that were judged, and its bytes."""
+    """A place of one report. ``far``: by codec that was judged, how far it is from its bound. ``size``: by codec, its
+    bytes.
+    """
 
     model: str
     pair: Pair
@@ -82,8 +90,10 @@ Criterion = Callable[[Report, PlaceStudy, Patched], float | None]
 
 
 def _exact(_report: Report, place: PlaceStudy, one: Patched) -> float | None:
-    """A KL of 0 is no proof: rows that differ may cost nothing. Reports tell by the noise, null where nothing differs,
-    which is null too where it is no number: hence the others beside it.
+    """0 where all rows are the same, infinite where they are not; None where they were not compared.
+
+    A KL of 0 is no proof, because rows that differ may cost nothing. A report's noise is null where nothing differs. It
+    is null too where it is no number, so the other numbers are looked at as well.
     """
     found = place.rows.get(one.name, {})
     if "noise" not in found or "geometry" not in found:

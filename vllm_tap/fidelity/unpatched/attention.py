@@ -1,4 +1,4 @@
-"""Attention out of coded queries and keys, held against that of exact ones: which keys a head looks at, how much."""
+"""Attention out of coded queries and keys, compared with that of exact ones: which keys a head looks at, how much."""
 
 from __future__ import annotations
 
@@ -31,11 +31,13 @@ Rows = dict[str, F32]  # by site
 
 @dataclass(slots=True)
 class Attended:
-    """Attention of a layer out of the rows of each codec. ``sizes``: bytes of a query's and a key's row by codec;
-    ``prompts``: by codec, and for shuffled rows, a number for each prompt, the mean over heads and queries: ``overlap``
-    and ``all`` of the eight keys with the largest weights, the ``mass`` that the codec's eight have of what the exact
-    eight have, both by exact weights, and ``entropy``, the magnitude of its difference in nats. ``told``: what was
-    seen of the kernel, and of shuffled rows.
+    """Attention of a layer out of the rows of each codec.
+
+    ``sizes``: by codec, bytes of a query's and a key's row. ``prompts``: by codec, and for shuffled rows, four numbers
+    for each prompt, means over heads and queries. ``overlap`` is the share of the exact eight keys with the largest
+    weights that the codec's eight have; ``all`` is how often they have all of them. ``mass`` is the weight of the
+    codec's eight over that of the exact eight, both by exact weights. ``entropy`` is the magnitude of its difference,
+    in nats. ``told``: what was seen of the kernel and of shuffled rows, and what is wrong with a codec.
     """
 
     layer: int
@@ -46,12 +48,12 @@ class Attended:
 
 def study_attention(bench: Bench, tokens: I64, layer: int, codecs: Sequence[str], sites: Sequence[str],
                     batch: int) -> Attended:
-    """Attention of a layer over the prompts ``tokens`` [prompts, positions], of queries from position 16 on;
-    ``sites``: those of queries and keys, and v and z where they can be captured: then the kernel's own outputs are held
-    against what follows from exact rows.
+    """Attention of a layer over the prompts ``tokens`` [prompts, positions], of queries from position 16 on.
 
-    Unpublished where those are not the same, or where shuffled rows are as good as exact ones; another error of the
-    product where the layer has what no rule says.
+    ``sites``: those of queries and keys, and v and z where they can be captured. With v and z, the kernel's own outputs
+    are compared with what follows from exact rows. Unpublished where the two differ too much, where shuffled rows are
+    as good as exact ones, or where the prompts are too short. Another error of vllm-tap where the layer has what no
+    rule says.
     """
     length = tokens.shape[1]
     if length <= FIRST:
@@ -82,8 +84,8 @@ def study_attention(bench: Bench, tokens: I64, layer: int, codecs: Sequence[str]
 
 
 def held_against(exact: Attention, coded: Attention) -> dict[str, float]:
-    """Attention out of coded rows, of which the ``TOP`` keys are known, against exact one, of which all are; the mean
-    over heads and queries.
+    """Attention out of coded rows compared with the exact one, the mean over heads and queries. ``coded`` has the
+    ``TOP`` keys, ``exact`` has all of them.
     """
     best, kept = exact.keys[..., :TOP], coded.keys[..., :TOP]
     weights = np.zeros((*exact.keys.shape[:2], int(exact.keys.max()) + 2), np.float64)
@@ -120,7 +122,7 @@ def _add(found: Attended, name: str, numbers: dict[str, float]) -> None:
 
 
 def _check_shuffled(found: Attended, codecs: Sequence[str]) -> None:
-    """Rows of other positions must lose more mass than none at all: else no number tells whose rows are whose."""
+    """Check that rows of other positions lose mass: otherwise no number tells whose rows are whose."""
     lost = {name: 1 - float(np.mean(of_codec["mass"])) for name, of_codec in found.prompts.items()}
     cost = lost[SHUFFLED]
     if cost <= _LOST_MIN:

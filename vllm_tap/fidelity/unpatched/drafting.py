@@ -1,9 +1,10 @@
 """A drafter that was trained on stored rows: how many of its tokens the model accepts, by what the rows went through.
 
-It is a small one, the same for all codecs: five linear heads, as Medusa's, each of which makes of a row of the last
-norm the row that stands one to five positions behind it, by least squares with a penalty; the model's own head makes
-tokens of them. Each is fitted on rows out of a codec and then drafts on the model's exact rows, as it would beside an
-engine. What it accepts says how much of a drafter's training a codec spoils, and nothing of how good drafters are.
+It is small, and the same for all codecs: five linear heads, as Medusa's. Each makes, of a row of the last norm, the row
+that stands one to five positions behind it. The heads are fitted by least squares with a penalty. The model's own head
+makes tokens of their rows. Each drafter is fitted on rows out of a codec. It then drafts on the model's exact rows, as
+it would beside an engine. The result says how much of a drafter's training a codec spoils, and nothing of how good
+drafters are.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _PENALTY: Final = 1e-3  # of a column's mean square
 
 @dataclass(slots=True)
 class Drafted:
-    """Tokens that a step of the model gives with a drafter, 1 + those accepted of five, the mean by prompt: fitted on
-    exact rows (``exact``), on those of each codec and on shuffled ones (``lengths``). ``sizes``: bytes of a row by
-    codec; ``rows``: so many were fitted on; ``starts``: drafts of a prompt.
+    """Tokens that a step of the model gives with a drafter: 1 + those accepted of five, the mean by prompt.
+
+    ``exact``: fitted on exact rows. ``lengths``: fitted on the rows of each codec, and on shuffled ones. ``sizes``: by
+    codec, bytes of a row. ``rows``: so many were fitted on. ``starts``: drafts of a prompt.
     """
 
     rows: int
@@ -101,8 +103,11 @@ def accepted_share(exact: Sequence[float], coded: Sequence[float]) -> Interval:
 
 
 def fitted(prompts: Iterable[F32]) -> F64:
-    """Heads float64 [drafted, width + 1, width] that make of a row and 1 the row so many positions behind it, of the
-    same rows of prompts [positions, width] each, without position 0.
+    """Heads float64 [drafted, width + 1, width], fitted on ``prompts``, rows [positions, width] each, without position
+    0.
+
+    A head makes, of a row and 1, the row so many positions behind it: the first head 1 position, the last one
+    ``DRAFTED``. All heads are fitted on the same rows.
     """
     squares: F64 | None = None
     for rows in prompts:
@@ -120,8 +125,8 @@ def fitted(prompts: Iterable[F32]) -> F64:
 
 
 def accepted(drafts: I64, tokens: Sequence[int]) -> float:
-    """The mean of 1 + the accepted: ``drafts`` [starts, drafted], those of start i are for the answer's tokens from
-    i + 1 on, and one is accepted where it and all before it are the model's own.
+    """The mean of 1 + the number of accepted drafts. ``drafts`` is [starts, drafted]; those of start i are for the
+    answer's tokens from i + 1 on. A draft is accepted where it and all before it are the model's own.
     """
     right = np.stack([drafts[at] == np.array(tokens[at + 1:at + 1 + drafts.shape[1]]) for at in range(len(drafts))])
     return float(1 + np.logical_and.accumulate(right, axis=1).sum(1).mean())

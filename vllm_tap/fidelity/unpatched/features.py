@@ -30,10 +30,12 @@ _RULES: Final = ("standard", "jumprelu", "topk")
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Scores of a probe on decoded rows: AUROC of one fitted on exact rows (``frozen``) and on decoded ones
-    (``refitted``); what is lost against exact, with an interval over prompts; Spearman of the scores; ``recall``, true
-    positives at the threshold that has 1 % false ones on the exact rows that the probe was fitted on, and false ones
-    there.
+    """Scores of a probe on decoded rows.
+
+    ``exact`` is the AUROC on exact rows. ``frozen`` is that of a probe fitted on exact rows, ``refitted`` of one fitted
+    on decoded rows. ``lost`` and ``lost_refitted`` are what each loses against exact, with an interval over prompts.
+    ``spearman`` correlates the scores. ``recall`` and ``false_positives`` count at a threshold, ``_exact`` on exact
+    rows. The threshold has 1 % false positives on the exact rows that the probe was fitted on.
     """
 
     exact: float
@@ -103,7 +105,7 @@ class Probing:
 
 
 def _wins(scores: F64, labels: Bools) -> F64:
-    """[prompts, prompts]: pairs of a true row of one and a false row of the other in which the true one scores higher,
+    """Pairs [prompts, prompts] of a true row of one and a false row of the other in which the true one scores higher,
     ties for half.
     """
     below = [np.sort(row[~truth]) for row, truth in zip(scores, labels, strict=True)]
@@ -154,8 +156,11 @@ class Autoencoder:
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Features that are active on 20 tokens or more: the share whose activations correlate with those on exact rows by
-    at least 0.5, 0.9 and 0.99; how much of the active sets is common; what is explained less.
+    """Features of an autoencoder that are active on 20 tokens or more, and how many survive.
+
+    ``shares``: the share whose activations correlate with those on exact rows by at least 0.5, 0.9 and 0.99.
+    ``jaccard``: how much of the active sets is common. ``unexplained``: the variance that is not explained, ``_exact``
+    by exact rows.
     """
 
     alive: int
@@ -166,8 +171,8 @@ class Survival:
 
 
 def load_autoencoder(folder: Path, width: int | None) -> Autoencoder:
-    """The autoencoder of a folder with ``cfg.json`` and ``sae_weights.safetensors``; ArgumentError where it is none, or
-    one for rows of another ``width`` (None: not known yet), or where its tensors do not fit each other.
+    """The autoencoder of a folder with ``cfg.json`` and ``sae_weights.safetensors``. ArgumentError where it is none,
+    where it is for rows of another ``width`` (None: not known yet), or where its tensors do not fit each other.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import load_file

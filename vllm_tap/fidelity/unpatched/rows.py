@@ -24,8 +24,10 @@ _DRAWS: Final = 2000
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Signal over noise in dB, 10·log10(Σx² / Σ(x − x̂)²), None where nothing differs: of all columns, of the
-    ``massive`` ones (None as well where there are none) and of the rest; ``first``: of position 0 alone.
+    """Signal over noise in dB, 10·log10(Σx² / Σ(x − x̂)²), None where nothing differs.
+
+    ``all``: of all columns. ``massive``: of the massive ones, None as well where there are none. ``rest``: of the
+    others. These three leave out position 0; ``first`` is of position 0 alone.
     """
 
     all: float | None
@@ -48,8 +50,10 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Neurons:
-    """Spearman's correlation, over neurons, of what makes a neuron special, decoded against exact: mean magnitude,
-    kurtosis, and how well it tells a concept, |AUROC − ½|, whose interval is over neurons. None without labels.
+    """Spearman's correlation, over neurons, of three numbers that make a neuron special, decoded against exact.
+
+    They are mean magnitude, kurtosis, and how well it tells a concept, |AUROC − ½|. The interval of ``concept`` is over
+    neurons; it is None without labels.
     """
 
     magnitude: float
