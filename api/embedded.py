@@ -101,9 +101,10 @@ class Embedded:
         await self.service({**request.scope, "path": path, "root_path": "", "state": {}}, receive, send)
 
     async def _captured(self, scope: Scope, path: str, messages: deque[Message], receive: Receive, send: Send) -> bool:
-        """Whether a generation that did not ask for it was captured and answered; the service's refusals are not sent.
+        """Whether a generation that did not ask for a capture was captured and answered. The service's refusals are not
+        sent.
 
-        Until upstream is server_request an answer is the service's own: a refusal, from whichever of its parts.
+        Until ``request.upstream`` is set, an answer is the service's own: a refusal, from one of its parts.
         """
         if self.service is None or messages[-1]["type"] == "http.disconnect":
             return False

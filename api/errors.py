@@ -171,7 +171,7 @@ class BadParam(ApiError):
 
 
 def several_captures(ref: str, captures: Sequence[str]) -> ApiError:
-    """The answer where one capture is needed, and a name stands for several."""
+    """The answer to a request that needs one capture and gives a name that several have."""
     shown = ", ".join(captures[:8]) + (", …" if len(captures) > 8 else "")
     return ApiError(400, "several_captures", f"{ref!r} names {len(captures)} captures; ask for one: {shown}",
                     param="ref")
@@ -193,7 +193,9 @@ class OverQuota(ApiError):
     """Refusal of captures that an owner's quota has no room for; not 429, since asking again changes little."""
 
     def __init__(self, owner: str, used: int, coming: int, more: int, quota: int) -> None:
-        """Bytes that there are, that requests in flight may yet add, that this one's captures would take."""
+        """``used``: bytes that there are. ``coming``: bytes that requests in flight may add. ``more``: bytes that this
+        request's captures would take.
+        """
         others = f"requests in flight may yet add {coming}, " if coming else ""
         super().__init__(413, "over_quota", f"the captures of {owner!r} take {used} bytes, {others}this request's "
                          f"would take about {more}, quota {quota}; delete some, or ask for fewer rows or a larger "
@@ -218,7 +220,7 @@ BROKEN: Final = (ApiError, TapError, sqlite3.Error, OSError)  # what reading the
 
 
 def body_of(error: Exception) -> dict[str, Any]:
-    """The error object of what is in ``BROKEN``, where it is a part of an answer that has begun."""
+    """The error object of an error in ``BROKEN``, for an answer that has begun."""
     if isinstance(error, ApiError | TapError):
         told = as_api_error(error)
         return body(told.status, told.code, told.message, told.param)
@@ -226,7 +228,7 @@ def body_of(error: Exception) -> dict[str, Any]:
 
 
 def as_api_error(error: ApiError | TapError) -> ApiError:
-    """An error of any kind as the answer that it is."""
+    """The answer to an error of any kind."""
     return error if isinstance(error, ApiError) else ApiError(*status_of(error), str(error), _param_of(error))
 
 

@@ -49,7 +49,9 @@ class Protocol:
         return (_prompts(body.get("prompt")) if self.lists else 1) * n
 
     def named(self, event: bytes, field: dict[str, Any]) -> bytes:
-        """The last event of a stream with the field in it; as it came where it is not what it was taken for."""
+        """The last event of a stream with the field in it. The event as it came, where it does not have the expected
+        form.
+        """
         lines = event.split(b"\n")
         for number, line in enumerate(lines):
             if line.startswith(b"data: {"):

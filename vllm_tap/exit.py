@@ -45,7 +45,7 @@ class Ending:
 
     @property
     def patient(self) -> bool:
-        """Whether the first signal is only noted."""
+        """Whether the first signal only asks for an end."""
         return self._patient
 
     @patient.setter

@@ -76,7 +76,7 @@ class AccessGuard:
 
 
 def by_key(keys: KeyFile) -> Who:
-    """The name that a request's key stands for: 401 without one in use. On an open service 403 for foreign hosts."""
+    """The name that a request's key stands for; 401 without a key in use. On an open service, foreign hosts get 403."""
 
     def who(scope: Scope) -> str:
         headers = Headers(scope=scope)
@@ -98,9 +98,10 @@ def by_key(keys: KeyFile) -> Who:
 
 
 def by_address(keyed: Callable[[], bool]) -> Who:
-    """Behind a server that may listen anywhere and lets any web page ask: all callers are one owner.
+    """A rule for a service on a server's own port, which may listen anywhere and lets any web page ask: all callers are
+    one owner.
 
-    Where that server asks for a key (``keyed``) it has done so; where it does not, 403 for all but this machine.
+    If that server asks for a key (``keyed``), it has already done so. If it does not, all but this machine get 403.
     """
 
     def who(scope: Scope) -> str:

@@ -91,10 +91,12 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def salt_cache(body: dict[str, Any], owner: str, secret: bytes) -> bool:
-    """Gives a generation a prefix cache of its owner's own; whether that changed the body, as it does with keys alone.
+    """Give a generation a prefix cache of its owner's own, and tell whether that changed the body, as it does with keys
+    alone.
 
-    Else how much of a prompt was cached, as manifest, usage and time tell it, tells what others have asked. A caller's
-    own ``cache_salt`` divides its cache further. ``secret`` keeps the salt from who can reach the model server.
+    Otherwise the cached part of a prompt, which manifest, usage and time show, would tell what others have asked. A
+    caller's own ``cache_salt`` divides its cache further. ``secret`` keeps the salt from those who can reach the model
+    server.
     """
     if not owner:
         return False
@@ -106,7 +108,7 @@ def salt_cache(body: dict[str, Any], owner: str, secret: bytes) -> bool:
 
 
 def check_owned(body: dict[str, Any], protocol: Protocol, owner: str, engine: EngineInfo | None) -> None:
-    """BadParam or ApiError for what would mix the requests of one key with those of another, captured or not."""
+    """Raise BadParam or ApiError for a request that would mix with those of another key, captured or not."""
     if not owner:
         return
     if body.get("previous_response_id") is not None:
@@ -127,7 +129,7 @@ def known(engine: EngineInfo | None) -> EngineInfo:
 
 
 def _is_before(engine: EngineInfo, version: tuple[int, ...]) -> bool:
-    """Whether an engine's vLLM is older, as far as its name for itself tells: a build without tags has no number."""
+    """Whether an engine's vLLM is older, as far as its version tells: a build without tags has no number."""
     if _UNTAGGED.match(engine.vllm_version):
         return False
     found = tuple(int(part) for part in re.findall(r"[0-9]+", engine.vllm_version)[:3])
@@ -180,8 +182,8 @@ def capture_request(body: dict[str, Any], protocol: Protocol, request_id: str | 
 
 def plan(asked: CaptureRequest, engine: EngineInfo, edits: str = "",
          lost: Mapping[str, Collection[int]] = MappingProxyType({})) -> Plan:
-    """Words for the writer and upstream, ``edits`` being JSON, ``lost`` the ranks without a sender by their engine;
-    SpecError, NotArmedError or ApiError where the engine cannot do it.
+    """The plan of what the writer is told and upstream is sent. ``edits`` is JSON, ``lost`` the ranks without a sender
+    by their engine. SpecError, NotArmedError or ApiError where the engine cannot do it.
     """
     if _is_before(engine, asked.protocol.captured_from):
         raise BadParam("edit" if edits else "capture", "…", f"requests of {asked.protocol.path} have no field "
@@ -225,7 +227,8 @@ def check_inline(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo) 
 def stored_bytes(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo, spec_bytes: int) -> int:
     """Bytes that the captures will take in the store: rows, token ids, tags and spec, as an owner's bytes are counted.
 
-    Of prompt and, where the caller bounds them, generated tokens. What is text counts as long as text mostly is.
+    They are of the prompt and, where the caller bounds them, of generated tokens. Text counts as many tokens as text of
+    its length mostly has.
     """
     longest = engine.max_model_len
     lengths, generated = _lengths(asked, longest)
@@ -238,7 +241,7 @@ def stored_bytes(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo, 
 
 
 def demand_of(asked: CaptureRequest, resolved: Resolved, engine: EngineInfo) -> Demand:
-    """Bytes of rows for each token of the prompts, and each that is generated, of those that the spec selects.
+    """Bytes of the selected rows for each token of the prompts, and for each generated token.
 
     Without a bound an answer may become as long as the model takes it.
     """

@@ -70,7 +70,7 @@ class _Scored:
             self._probe = reader.probes(self.capture, self._events.owner).get(self.name)
 
     def dropped(self, reader: AnyReader) -> bytes:
-        """Event of scores that are known by now not to come."""
+        """Event that names scores that will not come, as is known by now."""
         if not self.follower.site or not (drops := reader.drops(self.capture, self.site, self._drops)):
             return b""
         self._drops = drops[-1].seq
@@ -217,7 +217,9 @@ class ScoreEvents:
         self._tasks.append(asyncio.ensure_future(self._follow()))
 
     async def _follow(self) -> None:
-        """Looks at the lists whose captures moved, at all at first and at last; whoever takes slowly is waited for."""
+        """Look at the lists whose captures moved, and at all of them at first and at last. A slow receiver is waited
+        for.
+        """
         with self._full:
             looked = self._lists
             try:
@@ -246,14 +248,14 @@ class ScoreEvents:
 
 
 def _look(lists: list[_Scored], reader: AnyReader) -> bytes:
-    """A look at all of them, and the first of what was found."""
+    """Look at all lists, and return the first events that were found."""
     for each in lists:
         each.look(reader)
     return _take(lists, reader)
 
 
 def _take(lists: list[_Scored], reader: AnyReader) -> bytes:
-    """The next events of all of them, of a megabyte or two."""
+    """The next events of all lists, of a megabyte or two."""
     events, size = list[bytes](), 0
     for each in lists:
         events.append(each.dropped(reader))

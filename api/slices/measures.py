@@ -145,7 +145,9 @@ def _load_npy(data: bytes) -> npt.NDArray[Any]:
 
 
 def _measured(measure: str, x: F64, other: F64 | None) -> F64:
-    """``[layers, n]`` from rows ``[layers, n, width]`` and what they are held against, of that shape or with n = 1."""
+    """Numbers ``[layers, n]`` from rows ``[layers, n, width]`` and the rows that they are compared with. These have the
+    same shape, or n = 1.
+    """
     if measure == "norm" or other is None:
         return _length(x)
     if measure == "distance":
@@ -198,7 +200,8 @@ def _gaps(manifest: Manifest, site: str) -> dict[int, list[Missing]]:
 
 
 def _missing(asked: MapRequest) -> list[tuple[int, Missing, int]]:
-    """Missing rows, clipped to the range: what was asked for and is missing, and what was not asked for."""
+    """Missing rows, clipped to the range: those that were asked for and are missing, and those that were not asked for.
+    """
     found = []
     for of, manifest in enumerate((asked.shown, asked.against)):
         if manifest is None:

@@ -1,4 +1,4 @@
-"""A block on its way to a bucket: what there is of it already is not sent again, and its index comes last."""
+"""A block on its way to a bucket: what the bucket has of it already is not sent again, and its index goes last."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockSender:
     """The destination of blocks, with what is known to be there: ``there`` has every object's bytes, ``before`` the
     head's blocks.
 
-    What the head before does not name goes under names of ``epoch``. ``verify``: rows are read back too.
+    Blocks that the head before does not name go under names of ``epoch``. ``verify``: rows are read back too.
     """
 
     objects: Objects
@@ -65,7 +65,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class LocalBlock:
-    """A block in a folder: its files by their names, which of them have rows, and of the others what is in them."""
+    """A block in a folder: its files by their names, the names of those with rows, and the contents of the others."""
 
     block: Block
     files: dict[str, Path]
@@ -97,7 +97,7 @@ def read_block(folder: Path) -> LocalBlock:
 
 
 def send_block(sender: BlockSender, number: int, folder: Path) -> BlockAt:
-    """One block; what there is of it already is not sent again."""
+    """Send one block; what the bucket has of it already is not sent again."""
     found = read_block(folder)
     block, files, large, small = found.block, found.files, found.large, found.small
     known = sender.before.get(number)

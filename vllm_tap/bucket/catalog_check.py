@@ -25,7 +25,9 @@ Row = tuple[Any, ...]
 
 @dataclass(slots=True)
 class _Differences:
-    """Counts of a table's rows that the catalog lacks, has too many, or has otherwise; the key of the first."""
+    """Counts of a table's rows that the catalog lacks, has too many, or has with other values; ``first`` is the key of
+    the first of them.
+    """
 
     missing: int = 0
     extra: int = 0

@@ -112,7 +112,7 @@ def _last_read(store: Path, number: int) -> int:
 
 
 def _rows_file(folder: Path) -> tuple[Path, os.stat_result] | None:
-    """A block's largest file, which every read of rows reads: what it is now."""
+    """A block's largest file, with its stat result: every read of rows reads it."""
     found = []
     for path in folder.rglob("c/**/*"):
         with suppress(FileNotFoundError):

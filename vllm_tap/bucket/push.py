@@ -190,7 +190,9 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
 
 def _bring_catalog(postgres: PostgresCatalog, made: Head, snapshot: Path, before: Head | None
                    ) -> Brought | CatalogError:
-    """The rows that the catalog in Postgres got. The error, where it got nothing, is told once all else is done."""
+    """The rows that the catalog in Postgres got. If it got none because of an error, the error is returned, and raised
+    once all else is done.
+    """
     try:
         return postgres.bring(made, snapshot, snapshot.with_name("before.sqlite"),
                               None if before is None else before.push)
@@ -200,7 +202,7 @@ def _bring_catalog(postgres: PostgresCatalog, made: Head, snapshot: Path, before
 
 
 def _look(objects: Objects, uuid: bytes) -> _Seen:
-    """The head, where there is one, and what there is beside it."""
+    """The head, if there is one, and the objects beside it."""
     try:
         data, version = objects.get(HEAD, limits.bucket_head_bytes_max)
     except FileNotFoundError:
@@ -216,7 +218,7 @@ def _look(objects: Objects, uuid: bytes) -> _Seen:
 
 
 def _blocks_of(objects: Objects, head: Head | None, work: Path) -> tuple[dict[int, BlockAt], bool]:
-    """The blocks of a head, and whether its snapshot is what it says: one that was lost or damaged is put anew."""
+    """The blocks of a head, and whether its snapshot matches it: a snapshot that was lost or damaged is sent anew."""
     if head is None:
         return {}, True
     path = work / "before.sqlite"
@@ -326,7 +328,8 @@ def _commit(going: _Push, snapshot: Path) -> tuple[Head, bool]:
 
 
 def _head_after(going: _Push, head: Head, error: BucketError) -> tuple[Head, bool]:
-    """The head after a write of it that failed: its answer may have been lost, and the head be ours all the same."""
+    """The head after a write of it that failed: the answer may have been lost, and the head may be ours all the same.
+    """
     objects, before = going.objects, going.seen.head
     try:
         now = read_head(objects.get(HEAD, limits.bucket_head_bytes_max)[0], objects.url)

@@ -269,14 +269,14 @@ def check_range(start: int, stop: int | None) -> None:
 
 
 def drop_layer_axis(values: F32, layer: Layers) -> F32:
-    """``values`` ``[layers, …]`` for whoever named several layers; those of the only one for whoever named one."""
+    """``values`` ``[layers, …]`` for a caller who named several layers; those of the only layer for one who named one.
+    """
     return values if np.ndim(layer) else values[0]  # type: ignore[arg-type]  # None has no dimension
 
 
 def site_and_layers(name: str, layer: Layers) -> tuple[str, list[int] | None]:
-    """Site and layers of what was asked for; None where no layer was named. SpecError where two were that differ.
-
-    The site may be one that the model decides (``site_on_model``).
+    """The site and layers that were asked for; None where no layer was named. SpecError where two were that differ. The
+    site may be one that the model decides (``site_on_model``).
     """
     site, fixed = ask_site(name, "site", ArgumentError)
     asked = layers_of(layer)

@@ -53,8 +53,8 @@ class PatchSweep:
         return text
 
     def heatmap(self, path: str | Path, words: Iterable[str] | None = None) -> None:
-        """Write a PNG, layers × positions, a panel a site; ``words``: what stands below the positions, such as the
-        tokens' texts. Needs matplotlib (``pip install 'vllm-tap[demo]'``).
+        """Write a PNG, layers × positions, a panel a site. ``words`` stand below the positions, such as the tokens'
+        texts. Needs matplotlib (``pip install 'vllm-tap[demo]'``).
         """
         try:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -102,8 +102,8 @@ def _nested(values: F64) -> Any:
 
 
 class Results:
-    """The cells that are measured, and the file, where there is one, that a sweep goes on from: JSON lines, first what
-    the sweep is of. ArgumentError where a file is of another.
+    """The cells that are measured, and the file, where there is one, from which a sweep goes on. It has JSON lines; the
+    first says what the sweep is of. ArgumentError where a file is of another sweep.
     """
 
     def __init__(self, sweep: Prepared, path: str | Path | None) -> None:

@@ -85,7 +85,7 @@ def _prefix(family: str) -> str:
 
 
 def _used(info: SiteInfo) -> dict[str, int]:
-    """A projection has no more columns than the row: what was made with k, where more was asked for."""
+    """The ``k`` that a projection was made with, where more was asked for: it has no more columns than the row."""
     return {"rp_k": info.decoded_width} if info.family == "rp8" else {}
 
 

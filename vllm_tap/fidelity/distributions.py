@@ -1,4 +1,4 @@
-"""Next-token distributions held against each other: what a model does otherwise with rows out of a codec."""
+"""Next-token distributions compared with each other: how a model differs with rows out of a codec."""
 
 from __future__ import annotations
 

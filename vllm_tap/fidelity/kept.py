@@ -22,7 +22,9 @@ _NOT_THE_MODEL: Final = ("transformers_version", "_name_or_path", "_commit_hash"
 
 
 def config_digest(config: str) -> str:
-    """XXH3 of a model's configuration, JSON, without what is about the library that wrote it and where it lay."""
+    """XXH3 of a model's configuration, JSON, without the parts about the library that wrote it and the place where it
+    lay.
+    """
     return xxhash.xxh3_128_hexdigest(json.dumps(_of_the_model(json.loads(config)), sort_keys=True).encode())
 
 
@@ -55,8 +57,8 @@ def weights_digest(model: str, revision: str | None) -> str:
 
 
 class Kept:
-    """Results as they come, a JSON line each, added to the file: a run that is killed loses the line it is at, and goes
-    on there. ArgumentError for those of another job.
+    """Results as they come, a JSON line each, added to the file. A run that is killed loses the line it is at, and goes
+    on there. ArgumentError for results of another job.
     """
 
     def __init__(self, path: Path, report: Report) -> None:
@@ -94,7 +96,8 @@ class Kept:
         return place_of(self._write({"place": asdict(make())})["place"])
 
     def part(self, name: str, make: Callable[[], Any]) -> dict[str, Any]:
-        """The measurement ``name`` of the whole model, a dataclass; where that was not to be had, ``why``."""
+        """The measurement ``name`` of the whole model, a dataclass as a dict; where it was not to be had, only ``why``.
+        """
         for line in self._lines:
             if name in line:
                 return dict(line[name])

@@ -1,4 +1,4 @@
-"""Intervals over prompts, and the words that may be said of them.
+"""Intervals over prompts, and the verdicts that follow from them.
 
 The unit is the prompt, never the token: rows of one prompt depend on each other. Everything is paired, the codec's run
 against the reference of the same prompts, which is worth a factor of hundreds.

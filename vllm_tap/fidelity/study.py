@@ -182,7 +182,9 @@ def _patch(bench: Bench, chunk: I64, place: Place, variant: Variant, made: list[
 
 
 def judge(variant: Variant, control: Sequence[Answer], answers: Sequence[Answer], reference: Reference) -> None:
-    """Hold a batch's answers against those of the control, ``reference``; what makes KL no number is told."""
+    """Compare a batch's answers with those of the control, ``reference``. ``variant.wrong`` tells what makes KL no
+    number.
+    """
     try:
         compared = reference.against(answers)
     except ArithmeticError as error:
@@ -197,7 +199,7 @@ def judge(variant: Variant, control: Sequence[Answer], answers: Sequence[Answer]
 
 
 def add(study: PlaceStudy, variants: Sequence[Variant], sizes: Mapping[str, int], first: int = _FIRST_SCORED) -> None:
-    """Put what was measured into a study, of positions from ``first`` on, codecs whose numbers mean nothing apart;
+    """Put the measurements into a study, of positions from ``first`` on. Codecs whose numbers mean nothing stand apart.
     ``sizes``: bytes by codec.
     """
     where = study.name
@@ -260,7 +262,7 @@ def tally(name: str, kind: str, row_bytes: int, compared: Sequence[Compared], le
 
 
 def engine_floor(bench: Bench, tokens: I64, batch: int) -> list[float]:
-    """The KL by prompt of a run in a batch to a run alone: what the engine itself does not promise."""
+    """The KL by prompt of a run in a batch to a run alone: the difference that the engine itself may make."""
     chunk = tokens[:batch]
     together = bench.unedited(chunk)
     alone = [bench.unedited(chunk[at:at + 1])[0] for at in range(len(chunk))]
@@ -287,8 +289,8 @@ def unlike(one: Sequence[Answer], other: Sequence[Answer]) -> str:
 
 
 def first_unlike(one: Sequence[Answer], other: Sequence[Answer]) -> dict[int, int]:
-    """The first position by prompt whose row of the last norm is not the same, bit for bit; without those that have
-    none.
+    """The first position by prompt whose row of the last norm is not the same, bit for bit. Prompts without one are
+    left out.
     """
     firsts = {}
     for number, (a, b) in enumerate(zip(one, other, strict=True)):
@@ -316,7 +318,9 @@ def _one_wrong(bench: Bench, chunk: I64, place: Place, control: Sequence[Answer]
 
 
 def _engines_codes(bench: Bench, chunk: I64, place: Place, codecs: Sequence[str], rows: list[F32]) -> str:
-    """Whether rows that the engine encoded itself decode to what was judged here."""
+    """A text on how many rows that the engine encoded itself decode to the rows that were judged here; Unpublished
+    where they are too few.
+    """
     least = least_bits = 1.0
     for name in codecs:
         judged = [coding.round_trip(name, each, bench.dtype) for each in rows]

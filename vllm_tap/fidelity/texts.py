@@ -31,9 +31,9 @@ _COMMON: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents, divided: what models, probes and scales are fitted on, and what is held out to be judged by.
+    """Documents in two parts: those that models, probes and scales are fitted on, and those held out to be judged by.
 
-    ``digest``: XXH3 of all of it; ``python``: whether it is Python's source, which has labels.
+    ``digest``: XXH3 of all of it. ``python``: whether it is Python's source, which has labels.
     """
 
     name: str

@@ -1,4 +1,5 @@
-"""Stored rows of an index, copied by their numbers in blocks, wherever these lie; each is held against its checksum."""
+"""Stored rows of an index, copied by their numbers in blocks, wherever these lie; each is compared with its checksum.
+"""
 
 from __future__ import annotations
 

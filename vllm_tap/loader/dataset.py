@@ -131,7 +131,7 @@ class RowDataset(IterableDataset[Batch]):  # type: ignore[misc]  # torch is not 
         return [self.plan.batches(self.units, self.epoch, worker, workers) for worker in range(workers)]
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is this epoch, from its beginning."""
+        """Let the next iteration be this epoch, from its beginning."""
         self.epoch, self._resume, self._done = epoch, None, 0
 
     # ── going on where it was left ──────────────────────────────────────────────────────────────────────────────

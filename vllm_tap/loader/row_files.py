@@ -36,12 +36,12 @@ I64 = npt.NDArray[np.int64]
 class RowFiles:
     """Rows by their numbers in the index, from this process.
 
-    Blocks are read and not mapped: where erasing freed a page, a full file system in memory has none to fault in, and
-    the process would end. Cold blocks are mapped, since nothing in them is ever erased: others take their place.
+    Blocks are read and not mapped. Erasing may free a page, and a full file system in memory then has none to fault in:
+    the process would end. Cold blocks are mapped, because nothing in them is ever erased: others take their place.
     """
 
     def __init__(self, index: RowIndex, verify: bool, sweepers: int = 1) -> None:
-        """``sweepers`` processes do so, each with rows of its own."""
+        """``sweepers`` is the number of processes that read the index, each rows of its own."""
         self.index, self._verify, self._sweepers = index, verify, sweepers
         self._maps = SegmentMaps(index.store, index.uuid)  # of cold blocks and of checksums
         self._watch, self._away = EvictedWatch(index.store), dict[int, Evicted]()
@@ -209,7 +209,7 @@ class RowFiles:
 
     def _match(self, segment: Segment, offset: int, layers: list[int], rows: I64, copied: Sequence[Stored], slots: I64
                ) -> bool:
-        """Whether every row that was copied has its checksum; True where frames are held against theirs as a whole."""
+        """Whether every row that was copied has its checksum; True where frames are compared with theirs as a whole."""
         block = self._maps.block(segment)
         return block is None or all(
             bool((piece_digests(next(iter(arrays.values())), list(arrays.values())[1:], slots) == expected).all())

@@ -29,7 +29,9 @@ _CUT_OFF: Final = ("abort", "error")  # how an engine ends what is in flight whe
 
 
 def is_whole(row: CaptureRow) -> bool:
-    """Whether every row of a generation that came to its own end is there: an aborted one may be complete as well."""
+    """Whether every row is there of a generation that came to its own end; one that was aborted may be complete as
+    well.
+    """
     return row.status in _WHOLE and row.finish_reason not in _CUT_OFF
 
 
@@ -69,7 +71,7 @@ class Resume:
         return hashlib.blake2b(json.dumps(what, sort_keys=True).encode(), digest_size=20).digest()
 
     def place(self, prompt: Prompt, reader: StoreReader, deleted: set[str]) -> None:
-        """Finds out what became of a prompt in earlier runs; TapError where its own id is another's."""
+        """Find out what became of a prompt in earlier runs; TapError where its own id is another's."""
         if prompt.id is not None:
             self._place_named(prompt.id, prompt, reader, deleted)
             return
@@ -101,7 +103,7 @@ class Resume:
 
 
 def read_resume(prompts: Iterator[Prompt], settings: dict[str, Any], reader: StoreReader) -> Resume:
-    """Holds the prompts of a run against a store."""
+    """Compare the prompts of a run with the captures in a store."""
     found = Resume(settings)
     deleted = {row.id for row in Filters("deleted").of(reader)}
     if not deleted and not reader.captures(limit=1):

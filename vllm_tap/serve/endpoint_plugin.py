@@ -1,7 +1,7 @@
-"""The entry point of ``vllm.endpoint_plugins``: the HTTP service on vLLM's own port, for who runs no gateway.
+"""The entry point of ``vllm.endpoint_plugins``: the HTTP service on vLLM's own port, for users who run no gateway.
 
 vLLM loads it where ``VLLM_PLUGINS`` names it (``vllm_tap,vllm_tap_http``), in its front end alone. It does nothing
-without VLLM_TAP_ENDPOINT; no failure in it is one of vLLM's own routes.
+without VLLM_TAP_ENDPOINT. A failure in it does not reach vLLM's own routes.
 """
 
 from __future__ import annotations

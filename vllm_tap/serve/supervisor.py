@@ -101,7 +101,7 @@ class Supervisor:
         return tasks
 
     async def _keep(self, service: ServiceCommand) -> None:
-        """Runs a service, again where it dies and may be started again, until the stop."""
+        """Run a service until the stop, and start it again where it dies and may be started again."""
         restarts: deque[float] = deque()
         while not self._stop.is_set():
             child = ServiceProcess(service, self._guard, self._output)

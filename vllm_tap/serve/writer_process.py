@@ -64,7 +64,7 @@ class WriterProcess:
 
     @property
     def times(self) -> LineTimes | None:
-        """The times of waiting for room that the writer told at its end, all 0 where nobody waited; None where it did
+        """The times of waiting for room that the writer told at its end, all 0 where nothing waited; None where it did
         not end in order.
         """
         if not any(line.startswith("writer stopped") for line in self._lines):

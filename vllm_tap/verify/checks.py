@@ -1,4 +1,4 @@
-"""Rows put back where they came from: what comes out must be the same, bit for bit, and what is wrong must be seen."""
+"""Rows put back where they came from: the results must be the same, bit for bit, and wrong rows must be seen."""
 
 from __future__ import annotations
 
@@ -152,14 +152,14 @@ class _Bench:
         return self._run(place, [control(place, self.rows)], **how)
 
     def repeats(self, place: Place) -> list[str]:
-        """Whether two equal runs are equal: else nothing can be asked of two that are not."""
+        """Fault lines where two equal runs differ: nothing can then be told from two runs that are not equal."""
         if not (wrong := differences(self._control(place), self._control(place))):
             return []
         return [f"two equal runs differ ({'; '.join(wrong)}), so that nothing here can be told: the engine's own "
                 "kernels do not repeat themselves"]
 
     def put_back(self, place: Place) -> PlaceOutcome:
-        """Its rows, from the run that sets nothing, set in a second one."""
+        """The outcome of a place: rows from a run that sets nothing, put back in a second one."""
         right = self._control(place)
         plain = self._unedited(place[0])
         rows = right.rows[place]
@@ -177,7 +177,7 @@ class _Bench:
         return self._plain[1]
 
     def faults(self, place: Place) -> SiteFaults:
-        """Wrong rows set at a place: something must tell."""
+        """Findings for wrong rows set at a place: each must be seen."""
         site, layer = place
         others = [other for other in self.lab.armed.get(site, ()) if other != layer]
         other = (site, min(others, key=lambda one: abs(one - layer))) if others else None
@@ -194,8 +194,8 @@ class _Bench:
         return found
 
     def salt(self, place: Place) -> tuple[str, list[str]]:
-        """Whether a prompt that was edited leaves nothing in the prefix cache for the same one unedited; what was seen,
-        and what was wrong with it.
+        """Check that an edited prompt leaves nothing in the prefix cache for the same prompt unedited. Returns what was
+        seen, and what was wrong with it.
         """
         if not self.lab.engine.vllm_config.cache_config.enable_prefix_caching:
             return "prefix caching is off: there is nothing to read", []

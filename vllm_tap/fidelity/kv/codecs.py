@@ -1,4 +1,4 @@
-"""Codecs of keys and values: what a token's become, and how many bytes that is, counted on the packed codes."""
+"""Codecs of keys and values: their codes of a token, and the bytes of these, counted on the packed codes."""
 
 from __future__ import annotations
 
@@ -393,8 +393,8 @@ def _told(error: Exception) -> str:
 
 
 def chosen(names: tuple[str, ...], own: Mapping[str, Callable[[], KVCodec]]) -> list[Coder]:
-    """The codecs of these names, of captures too, and the user's own; ArgumentError for one that there is not, or that
-    decodes to something else than rows.
+    """The codecs of these names, those of captures too, and the user's own. ArgumentError for a name without a codec,
+    or for a codec that decodes to something else than rows.
     """
     found = [_named(name) for name in names or (() if own else DEFAULT_CODECS)]
     if twice := [one.name for at, one in enumerate(found) if one.name in {other.name for other in found[:at]}]:

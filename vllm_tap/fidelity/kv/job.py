@@ -1,4 +1,4 @@
-"""``vllm-tap fidelity kv``: what a codec of keys and values costs a model that computes with what comes of it."""
+"""``vllm-tap fidelity kv``: what a codec of keys and values costs a model that computes with its results."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ _REFUSED: Final = ("--kv-cache-dtype", "--tensor-parallel-size", "-tp", "--pipel
 
 @dataclass(frozen=True, slots=True)
 class KVJob:
-    """The arguments; ArgumentError where they cannot be met. ``common``: those of any measurement, without sites and
-    codecs; ``layers`` of it: each is measured alone (none: all at once). ``own``: the user's codecs, by name.
-    ``window``: positions that rolling keeps exact before a step (None: half of the context, at most 128);
-    ``engine_dtypes``: of the cache, vLLM's own, each in an engine of its own.
+    """The arguments; ArgumentError where they cannot be met.
+
+    ``common``: those of any measurement, without sites and codecs; each of its ``layers`` is measured alone (none: all
+    at once). ``own``: the user's codecs, by name. ``window``: positions that rolling keeps exact before a step (None:
+    half of the context, at most 128). ``engine_dtypes``: vLLM's own dtypes of the cache, each in an engine of its own.
     """
 
     common: FidelityJob
@@ -180,8 +181,8 @@ def study(job: KVJob, made: Made, bench: Bench, progress: ProgressReport = False
 
 
 def _coders(job: KVJob, made: Made, bench: Bench, heads: Heads) -> tuple[list[Coded], str]:
-    """The codecs that the model's heads can have, and what is told of the rest; ArgumentError for one of the rest that
-    was named.
+    """The codecs that the model's heads can have, and a text about the rest; ArgumentError for one of the rest that was
+    named.
     """
     plain, left_out = fitting(job.plain(), heads, bool(job.codecs))
     found, names, turns = list[Coded](plain), job.principal, rotaries_of(bench.engine) if job.principal else {}
@@ -210,7 +211,9 @@ def _layers(job: KVJob, heads: Heads) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _check_shuffled(report: Report, place: PlaceStudy) -> None:
-    """Rows of other positions must cost more than nothing, and than what is allowed: else no number means anything."""
+    """Check that rows of other positions cost more than nothing, and more than is allowed: otherwise no number means
+    anything.
+    """
     mean = {(one.kind, one.name): float(np.mean(one.prompts["kl"])) for one in place.patched if one.kind != "noise"}
     cost = mean.pop(("control", SHUFFLED))
     if cost <= max(report.free, report.bar, float(np.mean(place.harness))):
@@ -232,7 +235,7 @@ def _settings(job: KVJob, made: Made, coders: list[Coded], dtype: str) -> dict[s
 
 
 def _digests(coders: list[Coded], heads: Heads, dtype: str) -> dict[str, str]:
-    """Digests of what each codec makes of rows of the model's heads: a run with others is not gone on with."""
+    """Digests of what each codec makes of rows of the model's heads: a run with other digests is not continued."""
     return {coder.name: " ".join(coder.digest(*shape, getattr(torch, dtype)) for shape in sorted(set(heads.values())))
             for coder in coders}
 

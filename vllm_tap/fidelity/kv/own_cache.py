@@ -1,7 +1,7 @@
 """vLLM's own dtypes of the K/V cache beside codecs: each in an engine of its own, with the same prompts and steps.
 
 An engine is another process here, since vLLM does not start well where another engine has been. It is asked by a file
-and answers by files; what is compared, the last norm's rows and the answers, is what codecs are compared by.
+and answers by files. The last norm's rows and the answers are compared, as they are for codecs.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def check_kept(name: str, found: Mapping[str, OwnCache]) -> None:
 
 def study_own(bench: Bench, tokens: I64, own: Mapping[str, OwnCache], heads: Heads, setting: tuple[int, int],
               tell: Callable[[], None]) -> PlaceStudy:
-    """The dtypes held against this engine's run without any change, with the controls of in-forward; ``setting``:
+    """The dtypes compared with this engine's run without any change, with the controls of in-forward. ``setting``:
     prompts of a batch, and the context. Unpublished where another start with the model's own dtype gives other bits.
     """
     size, context = setting
@@ -127,7 +127,7 @@ def study_own(bench: Bench, tokens: I64, own: Mapping[str, OwnCache], heads: Hea
 
 
 def _answer(out: Path) -> None:
-    """Run what ``asked.json`` asks for, and write the answers beside it."""
+    """Run the prompts that ``asked.json`` asks for, and write the answers beside it."""
     asked = json.loads((out / "asked.json").read_text())
     job = FidelityJob(asked["model"], out, size=asked["size"], engine_args=tuple(asked["engine_args"]))
     prompts = np.load(asked["prompts"])

@@ -61,7 +61,7 @@ def fit(rows: torch.Tensor, bits: int) -> Components:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A layer's codec, by what was fitted on its keys, before the rotary embedding, and on its values: a KVCodec."""
+    """A layer's codec, fitted on its keys before the rotary embedding, and on its values: a KVCodec."""
 
     fitted: Mapping[str, Components]
 
@@ -107,7 +107,7 @@ def _laid_out(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class ByLayer:
-    """A codec that is another in each layer, ``coders``; keys come to it as they were before their ``rotary``."""
+    """A codec that differs from layer to layer (``coders``). It gets keys as they were before their ``rotary``."""
 
     name: str
     coders: Mapping[int, Coder]

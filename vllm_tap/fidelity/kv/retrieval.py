@@ -43,9 +43,11 @@ class Retrieved:
 
 def study_retrieval(bench: Bench, tokens: I64, places: Sequence[Where], coders: Sequence[Coded],
                     setting: tuple[int, int], tell: Callable[[], None]) -> Retrieved:
-    """Copying through each codec at these places, as many prompts and positions as ``tokens`` [prompts, positions];
-    ``setting``: prompts of a batch, and the context. Unpublished where the model itself does not copy, or where
-    shuffled rows are copied from as well.
+    """Copying through each codec at these places, with as many prompts and positions as ``tokens`` [prompts,
+    positions].
+
+    ``setting``: prompts of a batch, and the context. Unpublished where the model itself does not copy, or where it
+    copies as much from shuffled rows.
     """
     size, context = setting
     scored = slice(context, min(context + RUN - 1, tokens.shape[1] - 1))

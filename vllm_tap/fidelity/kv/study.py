@@ -1,6 +1,6 @@
 """One way of coding keys and values, measured: every codec in a mode, at a part, and the controls.
 
-What is scored are positions from the context on, in all modes alike, so that modes can be held against each other.
+Positions from the context on are scored, in all modes alike, so that modes can be compared with each other.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Where:
 
 
 def batches(tokens: I64, size: int) -> Iterator[I64]:
-    """Prompts [prompts, positions] by batches of ``size``; none is alone, unless all are: vLLM cuts a lone prompt
-    otherwise.
+    """Prompts [prompts, positions] by batches of ``size``. None is alone, unless all are, because vLLM cuts a lone
+    prompt otherwise.
     """
     starts = list(range(0, len(tokens), size))
     if size > 1 and len(starts) > 1 and len(tokens) - starts[-1] == 1:
@@ -184,7 +184,9 @@ class Batch:
         judge(variant, self.identity, answers, reference)
 
     def one_wrong(self) -> str:
-        """One row of one prompt is another's: nothing may differ before it counts, and nothing in any other prompt."""
+        """Put one wrong row into one prompt: nothing may differ before that row counts, and nothing in any other
+        prompt.
+        """
         prompt, window = len(self._chunk) // 2, self._where.window
         later = window is not None or self._where.mode == "snapshot"  # it is read long behind its own position
         at = self._wrong_at(prompt)
@@ -229,7 +231,7 @@ class Batch:
         return coding, self._bench.rewritten(self._chunk, coding)
 
     def _check_all_asked(self, coding: Coding) -> None:
-        """Each row that this mode is about must have come by, once for each layer and each of keys and values."""
+        """Check that each row that this mode is about came by, once for each layer and each of keys and values."""
         self._check_none_twice(coding)
         among, due = self._due
         if lost := [at for at in among if coding.asked[at] != due]:

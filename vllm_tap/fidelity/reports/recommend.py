@@ -1,4 +1,4 @@
-"""The cheapest codec that meets a use's criterion wherever rows are to be stored, from reports: no model runs."""
+"""The cheapest codec that meets a use's criterion wherever rows are to be stored, found in reports: no model runs."""
 
 from __future__ import annotations
 
@@ -190,9 +190,10 @@ WHOLE: Final[dict[str, tuple[str, Callable[[Report], list[_Judged]]]]] = {
 
 def recommend(reports: Sequence[Report], use: str, budget: int | None = None, sites: Sequence[str] = (),
               layers: Sequence[int] = ()) -> Recommendation:
-    """The cheapest codec that holds at every judged place of those asked for, in every report that has it; ``budget``:
-    bytes of a token, of all places together. ArgumentError where a report cannot tell, or where a site or layer was
-    asked for by name and was not judged.
+    """The cheapest codec that holds at every judged place of those asked for, in every report that has it.
+
+    ``budget``: bytes of a token, of all places together. ArgumentError where a report cannot tell, or where a site or
+    layer was asked for by name and was not judged.
     """
     if use not in USES and use not in WHOLE:
         raise ArgumentError("--use", use, f"valid: {', '.join((*USES, *WHOLE))}")

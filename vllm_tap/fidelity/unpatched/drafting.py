@@ -49,8 +49,10 @@ class Drafted:
 
 def study_drafter(bench: Bench, fitted_on: I64, judged: I64, codecs: Sequence[str], batch: int) -> Drafted:
     """Drafters fitted on the prompts ``fitted_on`` and judged in the model's greedy answers to ``judged``, both
-    [prompts, positions]. Unpublished where the one fitted on exact rows drafts nothing that is accepted, or none better
-    than on shuffled rows.
+    [prompts, positions].
+
+    Unpublished where the drafter fitted on exact rows is hardly better than the one fitted on shuffled rows, or where
+    rows or answers are too few.
     """
     wanted = fitted_on[: max(1, _ROWS_MAX // fitted_on.shape[1])]
     rows = [answer.norm for answer in _answers(bench, wanted, batch)]
@@ -96,8 +98,8 @@ def share(exact: Sequence[float] | F64, coded: Sequence[float] | F64) -> Interva
 
 
 def accepted_share(exact: Sequence[float], coded: Sequence[float]) -> Interval:
-    """Drafts accepted a step with a drafter fitted on coded rows, over those with one fitted on exact rows. Without the
-    model's own token of each step, which even a drafter that is never right gives.
+    """Drafts accepted a step with a drafter fitted on coded rows, over those with one fitted on exact rows. The model's
+    own token of each step is left out, because even a drafter that is never right gives it.
     """
     return share(np.array(exact) - 1, np.array(coded) - 1)
 

@@ -149,7 +149,7 @@ class Autoencoder:
         return active
 
     def unexplained(self, rows: F32, exact: F32) -> float:
-        """The share of the exact rows' variance that is not explained by what ``rows`` are reconstructed to."""
+        """The share of the exact rows' variance that the reconstruction of ``rows`` does not explain."""
         back = self.features(rows) @ self.decoder + self.decoder_bias
         return float(np.square(exact - back).sum() / np.square(exact - exact.mean(0)).sum())
 

@@ -1,4 +1,4 @@
-"""Effects of a codec on rows, seen without a model: noise by group of columns, geometry, which neurons stand out."""
+"""Effects of a codec on rows, without a model: noise by group of columns, geometry, which neurons stand out."""
 
 from __future__ import annotations
 
