@@ -1,8 +1,8 @@
 """``vllm-tap push``: the sealed blocks of a store and a snapshot of its catalog go up to a bucket.
 
 Blocks go first, then the snapshot. The names of both follow from their contents, so a push that was cut short is taken
-up again. Nobody sees any of it until one conditional write of the head shows all of it at once. That write needs a head
-before it that this folder pushed. Objects are deleted only where captures were deleted since they went up.
+up again. Nobody sees any of it until one conditional write of the head shows all of it at once. A head that is there
+already must be one that this folder pushed. Objects are deleted only where captures were deleted since they went up.
 """
 
 from __future__ import annotations
