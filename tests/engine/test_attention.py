@@ -123,7 +123,8 @@ def test_another_rule_gives_other_weights(engines: OneAtATime, store: Store) -> 
         assert found.z_error is not None and found.z_error > 1000 * BAR, wrong
 
 
-@pytest.mark.parametrize(("family", "beyond"), [("gpt_oss", "attention sinks"), ("bloom", "ALiBi")])
+@pytest.mark.parametrize(("family", "beyond"), [
+    ("gpt_oss", "attention sinks"), pytest.param("bloom", "ALiBi", marks=pytest.mark.soak)])
 def test_what_no_rule_says_is_told_and_refused(family: str, beyond: str, engines: OneAtATime, reader: StoreReader,
                                                store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     engines.close()  # one at a time

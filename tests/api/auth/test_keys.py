@@ -366,7 +366,8 @@ def test_a_quota_is_for_all_requests_at_once(stack: Stack, others: dict[str, str
             room_for(1)
             ask(**fields)
             room_for(1)
-            assert ask() == 200, fields
+            # An engine that failed closes its connection, which may be the one that the next request takes: 502.
+            assert next(status for _ in range(20) if (status := ask()) != 502) == 200, fields
         for stream in (False, True):
             room_for(1)
             with pytest.raises(httpx.ReadTimeout), paula.stream(

@@ -71,6 +71,7 @@ def test_what_cannot_be_proved_says_which_identity_failed_and_by_how_much(tmp_pa
                      r"stream", done.stderr)
 
 
+@pytest.mark.soak
 def test_weights_of_chance_prove_nothing() -> None:
     done = prove(family_model("gpt2", "float32"), "--", "--load-format", "dummy")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1

@@ -52,7 +52,7 @@ def ring() -> Iterator[Ring]:
 
 
 # In Triton's interpreter an example takes a quarter of a second; the other of these runs in 200 without it.
-@settings(max_examples=60 if os.environ.get("TRITON_INTERPRET") == "1" else 200, deadline=None)
+@settings(max_examples=30 if os.environ.get("TRITON_INTERPRET") == "1" else 200, deadline=None)
 @given(
     requests=st.lists(st.tuples(st.sampled_from(SPECS), st.integers(1, 12), st.integers(1, 30), st.integers(0, 10)),
                       min_size=1, max_size=6),

@@ -131,7 +131,7 @@ def test_workers_read_evicted_rows(sample: Sample, store: Path, tmp_path: Path, 
                                    ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     chosen = {"layer": [2], "codec": "raw16", "batch": 30}
-    spawned = {"num_workers": 2, "multiprocessing_context": "spawn"}
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
     wanted = batches(rows(store, SITE, **chosen), **spawned)
     push(store, (tmp_path / "bucket").as_uri(), local_bytes=0)
     assert_equal(batches(rows(store, SITE, **chosen), **spawned), wanted)
