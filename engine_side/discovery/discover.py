@@ -1,7 +1,7 @@
 """Sites of a model that no table knows: found in one recorded step by what defines them, or refused with the reason.
 
-The stream is what a block returns and the next is given, in every block, and what the final norm, called again with it
-alone, turns into what it had returned; it begins with the embeddings. Names of modules say nothing here.
+The stream is the tensor that each block returns and the next block gets. The final norm, called again with the stream
+alone, returns what it returned in the step. The stream begins with the embeddings. The names of modules are not used.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ WHOLE: Final = Crossing({}, {})
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The beginning and end of a stage's stream: the final norm and how far it is off, what came in the stream's place
-    and how far that is off, and what is handed on.
+    """The beginning and end of the stream on a stage. ``norm`` is the final norm, None on a stage that is not the last;
+    ``norm_off`` is how far it is off. ``came`` names the tensor, or sum of two, that the stage before handed on as the
+    stream; ``came_off`` is how far that is off. ``left`` names what this stage hands on.
     """
 
     norm: Call | None
@@ -101,8 +102,9 @@ class Ends:
 class Discovery:
     """The search: fed with a recorded step as it runs, it has the sites at the end.
 
-    ``claims`` are what a table says the sites are: they are held against what is found and, where ``sums`` says that
-    the stream is what attention and MLP add up to, against each other.
+    ``claims`` are the sites as a table gives them. They are compared with what is found, and with each other. ``sums``:
+    whether the stream is the sum of what attention and MLP add, so that claims are compared with the sum of their parts
+    too.
     """
 
     def __init__(self, model: nn.Module, shape: Shape, ids: torch.Tensor, roles: Roles,

@@ -118,9 +118,9 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
             ways: Ways, claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
     """The terms ``inside`` a block that add up to ``post - pre``; a text says why there are none.
 
-    Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
-    token, are a thousand times larger than all others in many models. ``claimed``: by site, the rows that a table takes
-    for them.
+    Each number is weighted by the size of the stream in its place, because it is rounded at that size. In many models a
+    few channels, and the first token, are a thousand times larger than all others. ``claimed``: by site, the rows that
+    a table takes for it.
     """
     candidates = _distinct(inside, block, (pre, post), tolerance)
     if not bool(post.isfinite().all() & pre.isfinite().all()):

@@ -45,8 +45,8 @@ _MEANING: Final = {
 class Roles:
     """Facts that the seam knows of vLLM's own modules: attention layers, matrix products, mixtures of experts.
 
-    ``chosen``: of a mixture the number of its experts and of those a token is sent to, None of any other module;
-    ``chooses_inside``: whether its kernel chooses, and its router is not called.
+    ``chosen``: for a mixture, the number of its experts and the number of those a token is sent to; None for any other
+    module. ``chooses_inside``: whether the mixture's kernel chooses the experts, and its router is not called.
     """
 
     is_kernel: Callable[[nn.Module], bool]
@@ -160,9 +160,10 @@ class Inside:
                 yield call, call.made[0]
 
     def _predecessor(self, rows: torch.Tensor, kernel: Call) -> torch.Tensor | None:
-        """The tensor that became ``rows`` in the last call that made them: its one tensor of that width, or the one
-        that a rotation, which leaves position 0 as it is but for a factor, has turned into them. Where no call made
-        them, what a call made and a rotation may have turned into them.
+        """The tensor that became ``rows`` in the last call that made them. It is the one tensor of that width that the
+        call was given. Of several, it is the one that a rotation has turned into ``rows``; a rotation leaves position 0
+        as it is but for a factor. Where no call made ``rows``, it is a tensor that a call made and a rotation may have
+        turned into them. None where there is no such tensor.
         """
         before = [call for call in reversed(self.calls) if call.ended < kernel.began]
         for call in before:

@@ -25,8 +25,9 @@ _INSIDE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """An identity that the rows of a site fulfil in one layer, and how far they are ``off`` it: a sum of the stream's
-    numbers, rows that are to be equal of their length. None where there is nothing to be off: no number is compared.
+    """An identity that the rows of a site fulfil in one layer. ``off`` is how far they are off it: of a sum, as a share
+    of the stream's numbers; of rows that must be equal, as a share of their length. It is None where no number is
+    compared.
     """
 
     site: str
