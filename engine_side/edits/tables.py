@@ -28,9 +28,9 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]; ``heads`` int8
-    [slots, heads], of sites that have heads: ``WHOLE`` where all are edited as one row, ``ALONE`` where a head is by
-    itself, 0 where it stays.
+    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]. ``heads`` int8
+    [slots, heads] is for sites that have heads. It is ``WHOLE`` where all heads are edited as one row, ``ALONE`` where
+    a head is edited by itself, 0 where it stays as it is.
     """
 
     vectors: torch.Tensor
@@ -40,8 +40,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The room of the tables: ``tokens`` rows in a step of ``requests``, with ``depth`` edits of a row at a place, and
-    ``rows`` of edits that have one for each position.
+    """The room of the tables: a step has at most ``tokens`` rows of ``requests`` requests. ``depth``: edits of a row at
+    a place. ``rows``: slots for the rows of edits that have one for each position.
     """
 
     tokens: int
