@@ -181,8 +181,8 @@ def check_edit_names(extra: Mapping[str, Any]) -> None:
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:
     """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
 
-    ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
-    than its n samples); ``prompt_number`` is this prompt's place in such a list.
+    ``count`` is the number of captures that the whole HTTP request makes, where a gateway knows it: a list of prompts
+    makes more than its n samples. ``prompt_number`` is this prompt's place in such a list.
     """
     wanted = resolve_spec(value, shape)
     if count is None:

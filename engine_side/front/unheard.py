@@ -1,4 +1,6 @@
-"""The last word before vLLM's own routes: what still names a capture or edits there would be answered without."""
+"""The last check before vLLM's own routes: a request that still names a capture or edits there would be answered
+without them.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ _BATCH_FIX: Final = ("nothing would be {done} in a batch file, so none of it is 
 
 
 class Unheard:
-    """ASGI middleware: 400 for what names a capture or edits that nobody would make, whatever the route.
+    """ASGI middleware: it answers 400 to a request that names a capture or edits which would not be made, whatever the
+    route. It answers 413 where the body is too large to be searched.
 
-    ``fields`` says which fields the requests of a route have, as far as that is known, and None where there is no such
-    route: that answer is the application's, and no body is held for it. What a service of captures takes it has taken
-    out before, so this has no list of routes, and holds for those of later vLLMs.
+    ``fields`` says which fields the requests of a route have, as far as that is known. It says None where there is no
+    such route: then the application answers, and no body is held. A service of captures has taken its own fields out
+    before. So this middleware has no list of routes, and holds for the routes of later vLLMs too.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]],
