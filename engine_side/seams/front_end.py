@@ -1,10 +1,11 @@
 """The front end: specs are checked where a request enters, and ends are seen as the client sees them.
 
-``InputProcessor.process_inputs`` serves ``vllm serve`` and ``LLM`` alike; a bad spec raises ValueError there, which
-the server answers with 400. A stop string looks like an abort inside the engine, so the front end reports its own end.
+``InputProcessor.process_inputs`` serves ``vllm serve`` and ``LLM`` alike. A bad spec raises ValueError there, which the
+server answers with 400. A stop string looks like an abort inside the engine, so the front end reports its own end.
 
-The server's request classes are seen too: beam search leaves a spec behind, so it is refused; and the ids of its
-completions end in their prompt's number, which an id of the same form that a caller of ``AsyncLLM`` made up does not.
+The server's request classes are wrapped too. Beam search would lose a spec, so it is refused with one. The ids of the
+server's completions end in the number of their prompt, so these requests are marked. An id of the same form that a
+caller of ``AsyncLLM`` made up has no such number.
 """
 
 from __future__ import annotations

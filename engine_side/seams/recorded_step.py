@@ -212,8 +212,8 @@ def _as_written(model: nn.Module) -> Iterator[None]:
 
 
 def search(model: nn.Module, vllm_config: Any) -> Outcome:
-    """The outcome of ``discover`` on a model that is loaded and no more, with the places of the table beside those that
-    were found; StartError where it is not looked into.
+    """The outcome of ``discover`` on a model that is loaded and no more. The places of the table stand beside those
+    that were found. StartError where the model is not looked into.
     """
     import vllm
 

@@ -61,9 +61,9 @@ def check_wrapped(runner: type) -> None:
 
 
 def check_fills(runner: Any) -> None:
-    """StartError where edits may be asked for of a runner with ways of its own to take up requests, to lay out a step's
-    rows or to hand on its tokens: what it does beside vLLM's own would run rows unedited, edit those of others, or keep
-    from the scheduler what a probe ends.
+    """StartError for a runner that takes up requests, lays out a step's rows or hands on its tokens in a way of its
+    own. Called where edits may be asked for. Such a way beside vLLM's own would run rows unedited, edit the rows of
+    others, or keep from the scheduler that a probe ended a request.
     """
     lays_out = "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
     for name in ("execute_model", lays_out, "sample_tokens"):

@@ -1,5 +1,5 @@
-"""The ranks of an engine, as vLLM has them: who this one is, how wide whole rows are, and what tells the model apart
-from others however many ranks there are. Nothing here is asked in a step.
+"""The ranks of an engine, as vLLM has them: the place of this one, the name of its engine, and the width of whole rows.
+A fingerprint tells the model apart from others, however many ranks there are. No step asks anything here.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def group_of(vllm_config: Any) -> str:
 
 
 def instance_of(vllm_config: Any) -> str:
-    """The name that this engine's server gave it, "" where it gave none; an engine of one rank has one too, since it
-    does not know whether its server has others.
+    """The name that this engine's server gave it, "" where it gave none. An engine of one rank has a name too, because
+    it does not know whether its server has other engines.
     """
     if not (started := os.environ.get(GROUP, "")):
         return ""
