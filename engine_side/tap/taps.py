@@ -134,10 +134,11 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a name: one of ``RULES``, or one made for what was found by structure.
+    """The rule of a name: one of ``RULES``, or one made for a place that was found by structure.
 
-    ``argument a``, ``arguments a + b`` (what is given of both), ``result 0``, ``results 0 + 1``, ``written a``, each of
-    which may end with ``× factor``; ``result 0 columns 8:16``. An argument without a name is ``*`` and its number.
+    The latter are ``argument a``, ``arguments a + b`` (of both, what is given), ``result 0``, ``results 0 + 1`` and
+    ``written a``. Each may end with ``× factor``. ``result 0 columns 8:16`` is a part of the columns. An argument
+    without a name is ``*`` and its number.
     """
     if name in RULES:
         return RULES[name]
