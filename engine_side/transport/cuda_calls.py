@@ -1,7 +1,8 @@
 """Calls of the CUDA libraries that vLLM has loaded: copies to pinned memory, and launches of compiled kernels.
 
-A slice on either side and ``copy_`` under another stream cost the step's thread ten times as much as the copy's call
-itself; Triton's launcher asks every tensor for its address, and the driver about that, and gives the interpreter away.
+By torch, a slice on either side and ``copy_`` under another stream cost the step's thread ten times as much as the
+copy's call itself. Triton's launcher asks every tensor for its address, asks the driver about that address, and gives
+the interpreter away.
 """
 
 from __future__ import annotations
