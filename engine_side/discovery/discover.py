@@ -336,7 +336,7 @@ class Discovery:
                                "from others of its family; report it")
 
     def _factor(self, found: float) -> float | None:
-        """The number that the model multiplies by: one, or of its configuration; None where it is neither."""
+        """The number that the model multiplies by: one, or a number of its configuration; None where it is neither."""
         return next((factor for factor in (1.0, *self.factors) if abs(found - factor) <= 10 * self.tolerance * factor),
                     None)
 
@@ -355,8 +355,8 @@ class Discovery:
         return found[0].path, made[found[0].path]
 
     def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> tuple[float, Call | None]:
-        """The module behind the last block that makes of the stream alone what it made in the step, and how far that
-        is off; where none does, the nearest.
+        """The module behind the last block that turns the stream alone into what it made in the step, and how far that
+        is off. If there is none, the nearest.
         """
         assert self._last is not None
         rows = forms(self._last.made, "result", self.width)[stream.out]
@@ -427,8 +427,8 @@ def _wide(call: Call, width: int) -> list[Value]:
 
 
 def _begins_with(entered: torch.Tensor, embedded: torch.Tensor) -> bool:
-    """Whether a stream begins with embeddings that are not multiplied by a number (by more than what positions add can
-    be taken for).
+    """Whether a stream begins with embeddings that are not multiplied by a number. Factors of 0.5 to 1.5 count as none,
+    since positions that are added can look like that.
     """
     return 0.5 < float((entered * embedded).sum() / (embedded * embedded).sum()) < 1.5
 

@@ -72,7 +72,7 @@ class Explained:
 class Stream:
     """One way in which a block may carry the stream: the rules of what it gets and of what it returns.
 
-    ``handed``: by layer but the first, how far what the block is given is apart from what the one before has returned.
+    ``handed``: by layer but the first, the distance between what the block is given and what the block before returned.
     """
 
     into: str
@@ -186,7 +186,7 @@ Nearest = tuple[float, tuple[int, ...]]  # how far a sum is off, and the numbers
 
 def _distinct(inside: Sequence[Call], block: str, streams: Sequence[torch.Tensor], tolerance: float
               ) -> list[Candidate]:
-    """Tensors made in a block, those of equal rows together; neither nothing, nor the stream itself."""
+    """Tensors made in a block, those with equal rows together. Tensors of zeros and the stream itself are left out."""
     found: list[Candidate] = []
     for call in sorted(inside, key=lambda call: call.began):
         for value in call.made:

@@ -1,4 +1,4 @@
-"""Outcome of a search, as who asked for it is told: every site with its places, proofs and widths."""
+"""Outcome of a search, as the caller is told of it: every site with its places, proofs and widths."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Sites inside attention and the MLP, by what defines them: where a tensor comes from, and where it goes.
 
-``q_rot`` and ``k_rot`` are what the attention kernel is given, ``v`` the columns of a projection that it is given for
-values. ``q`` and ``k`` are the columns from which, by norms and a rotation, those came: a rotation leaves a row at
-position 0 as it is. ``z`` and ``mlp_post`` are what the projection is given that makes what attention or the MLP
-returns. Rows are compared number for number: nothing is computed between a projection and who gets its columns.
+``q_rot`` and ``k_rot`` are the queries and keys that the attention kernel is given. ``v`` is the columns of a
+projection that the kernel is given as values. ``q`` and ``k`` are the columns that norms and a rotation turn into
+``q_rot`` and ``k_rot``: a rotation leaves a row at position 0 as it is. ``z`` and ``mlp_post`` are the input of the
+projection that makes the result of attention or of the MLP. Rows are compared number for number, because nothing is
+computed between a projection and the module that gets its columns.
 """
 
 from __future__ import annotations
