@@ -103,8 +103,8 @@ class Editor:
         return ended
 
     def before_forward(self, requests: Sequence[str], starts: npt.NDArray[np.integer], positions: torch.Tensor) -> None:
-        """Fill the tables for a step: row ``starts[i]`` to ``starts[i + 1]`` are of request i, ``positions`` [rows] of
-        the device say which of its.
+        """Fill the tables for a step. Rows ``starts[i]`` to ``starts[i + 1]`` are of request i. ``positions`` [rows],
+        on the device, are the rows' positions in their requests.
         """
         if self.conditions is not None:
             self.conditions.settle()

@@ -44,7 +44,7 @@ def _edit_fake(rows: torch.Tensor, others: torch.Tensor | None, tables: list[tor
 
 def _edit_by_torch(rows: torch.Tensor, others: torch.Tensor | None, tables: list[torch.Tensor], counts: torch.Tensor,
                    heads: torch.Tensor | None, first: int) -> None:
-    """The same on a CPU, where nobody asks for it but who compares."""
+    """The same on a CPU, for comparison only."""
     programs, ordinals, slots, vectors, forms = tables
     rows = _columns(rows, tables, first)
     now, chosen = edited(rows if others is None else rows + others, programs, ordinals, slots, vectors, forms, counts,
