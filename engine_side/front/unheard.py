@@ -88,7 +88,9 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
 
 
 def check_batch(text: str) -> None:
-    """ArgumentError, naming line and field, where a batch file (a request in JSON a line) names one in vain."""
+    """ArgumentError, naming line and field, where a batch file (one request in JSON a line) names a capture or edits
+    that would not be made.
+    """
     for number, line in enumerate(text.split("\n"), 1):
         if not may_name(line.encode()):
             continue
