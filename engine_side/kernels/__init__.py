@@ -133,8 +133,9 @@ def _module(name: str) -> tuple[Any, str]:
 
 
 class Launch:
-    """A kernel with its rows and the memory it writes to, for as many steps as ``begins`` has: a step's streams lie
-    from byte ``begins[step]`` (a multiple of 64) on. ``more``: arguments of its own; ``grid``: else a program a row.
+    """A kernel with its rows and the memory it writes to, for as many steps as ``begins`` has. A step's streams lie
+    from byte ``begins[step]`` (a multiple of 64) on. ``more``: arguments of the kernel's own. ``grid``: one program a
+    row if it is not given.
     """
 
     __slots__ = ("_after", "_before", "_begins", "_gathered", "_grid", "_kernel", "_launched", "_movable", "_offsets",
@@ -264,7 +265,8 @@ def rows_max(identity: str, width: int) -> int:
 
 
 def fits(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has room for what ``launch`` of a codec keeps there, beside that of others: a matrix."""
+    """Whether the device has room for the matrix that ``launch`` of a codec keeps there, beside those of other codecs.
+    """
     if not codecs.identified(identity).family.projected:
         return True
     from engine_side.kernels import projected
