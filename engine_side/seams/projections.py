@@ -44,7 +44,7 @@ torch.library.register_fake("vllm_tap::project", _project_fake, lib=_library)
 
 
 def find_writers(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor], None]]:
-    """Writers into staging by the ``id`` of their projection, for every one in a model that can write there.
+    """Writers into staging by the ``id`` of their projection, for every projection of a model that can write there.
 
     ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).
     """

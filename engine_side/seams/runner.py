@@ -53,7 +53,7 @@ def connect() -> None:
 
 
 def check_wrapped(runner: type) -> None:
-    """StartError for a runner of another kind than the two known ones: it would run steps that nobody sees."""
+    """StartError for a runner of another kind than the two known ones: its steps would not be seen."""
     if not any(is_wrapped(cls.__dict__.get("execute_model")) for cls in runner.__mro__):
         known = "vllm.v1.worker.gpu_model_runner.GPUModelRunner and vllm.v1.worker.gpu.model_runner.GPUModelRunner"
         raise StartError(f"vllm-tap: this engine uses the runner {runner.__module__}.{runner.__qualname__}, and "

@@ -142,7 +142,7 @@ def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Flush its worker here before an engine rests: it may be paused in mid-request."""
+    """Flush the worker in this process before the engine rests: it may be paused in the middle of a request."""
 
     def has_work(self: Any, *args: Any, **kwargs: Any) -> bool:
         found = original(self, *args, **kwargs)

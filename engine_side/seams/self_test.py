@@ -83,8 +83,8 @@ def _check_routing(runner: Any, current: Worker) -> None:
 
 
 def _hand_on_noise(runner: Any) -> None:
-    """Noise in the place of what the stage before hands on, of which dummy steps have none: all would be nothing. Some
-    runners make room for that in their first step.
+    """Noise in the place of what the stage before hands on: dummy steps have none of it, and all rows would be zeros.
+    Some runners make room for it in their first step.
     """
     if (tensors := getattr(runner, "intermediate_tensors", None)) is not None:
         with torch.inference_mode():
@@ -165,7 +165,9 @@ def _check_compiled(model: torch.nn.Module, returned: Callable[[], torch.Tensor]
 
 
 def _returned(runner: Any, options: dict[str, Any]) -> torch.Tensor:
-    """Rows that a dummy step returns, or that it hands on to the next stage, of which one runner does not tell."""
+    """Rows that a dummy step returns or hands on to the next stage. One runner does not return the rows that it hands
+    on.
+    """
     handed_on = []
 
     def told(execute_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,8 +201,8 @@ def _check_moved(place: tuple[str, int], moved: torch.Tensor, noise: torch.Tenso
 
 
 def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Distance by row [rows]: 0 where all numbers are the same, NaN where both rows are no numbers, infinite where one
-    of them is none.
+    """Distance by row [rows]. It is 0 where all numbers are the same, NaN where both rows are NaN or infinite, and
+    infinite where one of them is.
     """
     one, other = rows.float(), others.float()
     numbers = one.isfinite().all(dim=-1), other.isfinite().all(dim=-1)

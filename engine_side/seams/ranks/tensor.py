@@ -33,9 +33,10 @@ def seat_of(parallel: Any) -> Seat:
 
 
 def group_of(vllm_config: Any) -> str:
-    """The name of the engine that this rank is one of: the same on each, another of every other engine; "" of one rank.
+    """The name of the engine of this rank: the same on each of its ranks, another for every other engine; "" for an
+    engine of one rank.
 
-    StartError where who started the engine gave its processes none.
+    StartError where the processes of the engine were given no name.
     """
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
@@ -61,7 +62,9 @@ def instance_of(vllm_config: Any) -> str:
 
 
 def whole_width(point: TapPoint, model_config: Any) -> int:
-    """Numbers in a whole row of a point, of which the rank may have a share: never of what was found by structure."""
+    """Numbers in a whole row of a point, of which the rank may have a share. A rank has no share of a row that was
+    found by structure.
+    """
     if point.site not in SHARED_OUT or point.source == "structure":
         return point.width
     module = of_model(point.module)
