@@ -111,7 +111,9 @@ class Launched:
 
 
 def _parameters(function: int) -> int:
-    """Number of a loaded kernel's parameters; -1 where one is wider than a number, or nobody tells (before 12.4)."""
+    """Number of a loaded kernel's parameters; -1 where one is wider than a number, or where the driver cannot tell
+    (before 12.4).
+    """
     ask = getattr(_library("libcuda.so"), "cuFuncGetParamInfo", None)
     if ask is None:
         return -1

@@ -1,7 +1,7 @@
 """The file that the step's process and the sender's share: the ring of rows, then a few numbers, then a queue.
 
-Every number has one writer, so no lock is shared and nobody wakes anybody: the step puts its events into memory, and
-the sender looks. The writer of the store maps the ring alone.
+Every number has one writer, so there is no shared lock and no wake-up: the step puts its events into memory, and the
+sender looks there. The writer of the store maps the ring alone.
 """
 
 from __future__ import annotations
