@@ -39,7 +39,7 @@ def check_encoders() -> None:
         if family.encoder:
             try:
                 found = callable(_module(family).encode)
-            except Exception as error:  # whatever a module of somebody else's raises
+            except Exception as error:  # a module of another package may raise anything
                 raise StartError(f"codec {family.name}: its encoder {family.encoder} cannot be imported: "
                                  f"{error}") from None
             if not found:

@@ -180,7 +180,7 @@ def _nearest_text(nearest: Nearest | None, candidates: Sequence[Candidate], off_
     return f": the nearest, {paths}, differs by {off:.1e} of the stream's norm; rounding is at most {off_max:.0e}"
 
 
-Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them
+Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and the calls that made them
 Nearest = tuple[float, tuple[int, ...]]  # how far a sum is off, and the numbers of its candidates
 
 

@@ -49,7 +49,7 @@ class Conditions:
 
     def open(self, request: str, condition: Condition, prompt_len: int) -> Watched:
         """Watch a request from its next step on."""
-        if not self._free:  # preempted requests have theirs as well
+        if not self._free:  # preempted requests keep their lines
             count = len(self.switches)
             self.switches = torch.cat([self.switches, torch.full_like(self.switches, _NEVER)])
             self.unseen = torch.cat([self.unseen, torch.zeros_like(self.unseen)])

@@ -54,7 +54,7 @@ class Unheard:
         messages = await whole(receive, limits.request_body_bytes_max)
         try:
             fault = await aside(lambda messages: _fault(scope, fields, messages), messages)
-        except Exception:  # nobody's request fails because it could not be looked at
+        except Exception:  # no request fails because it could not be looked at
             logger.exception("vllm-tap: checking a request's body for misspelt fields failed; the request goes on")
             fault = None
         if fault is None:

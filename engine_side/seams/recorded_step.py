@@ -138,7 +138,7 @@ def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
     def noisy(forward: Callable[..., Any]) -> Callable[..., Any]:
         places = {name: place for place, name in enumerate(inspect.signature(forward).parameters)}
 
-        @wraps(forward)  # who looks at its arguments' names finds them
+        @wraps(forward)  # its arguments keep their names for code that looks at them
         def attend(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
             written = result if isinstance(result, torch.Tensor) else taps.Call(places, args, kwargs).get("output")

@@ -85,7 +85,7 @@ class CaptureLifecycle:
                 Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached, now,
                        ticket.adapter, edits)
                 if self._leads else Joined(slot, capture, taken.layers, len(prompt_token_ids), edits))
-        except BaseException:  # what nobody heard of takes no rows
+        except BaseException:  # a capture that the sender was not told of takes no rows
             self.captures.close(request)
             raise
         self._ids[request] = capture

@@ -233,7 +233,7 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     before = [(name, rule) for name, rule in taps if rule.before]
     after = [(name, rule) for name, rule in taps if not rule.before]
 
-    @functools.wraps(forward)  # who wraps it once more has to know the names of its arguments
+    @functools.wraps(forward)  # another wrapper has to know the names of its arguments
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, rule in before:
             rows = rule.rows(Call(places, args, kwargs))

@@ -244,7 +244,7 @@ class Sender:
 
     def _number(self, message: Record | Frame, table: bytes = b"", marks: Sequence[Mark] = ()) -> None:
         """Give a message its number, and keep it."""
-        if self.connection.refused is not None:  # nobody will take it: free the ring, keep nothing
+        if self.connection.refused is not None:  # no writer will take it: free the ring, keep nothing
             self._regions.release(marks)
             self._layers.clear()
             return

@@ -63,7 +63,7 @@ def rewritten(engine: Any, change: Change) -> Iterator[None]:
         return result
 
     def update(layer: int, original: Any, part: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-        if not laid:  # a step of nobody's
+        if not laid:  # a step without requests
             original(part, key, value, cache, slots)
             return
         requests, owners, positions = laid[0]

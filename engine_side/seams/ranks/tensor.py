@@ -53,7 +53,7 @@ def instance_of(vllm_config: Any) -> str:
     """
     if not (started := os.environ.get(GROUP, "")):
         return ""
-    # A model without mixtures runs as so many engines that know nothing of each other: each is number 0 of one then.
+    # A model without mixtures runs as several engines that know nothing of each other; each is then number 0 of one.
     parallel = vllm_config.parallel_config
     number = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     if not started.startswith(DRAWN):  # who named it did so on every host, each of which has an instance of its own
