@@ -24,7 +24,7 @@ from schemas.wire.curve import check_sender
 TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when traced code changes
 
 DRAWN: Final = "."  # begins a group that nobody named: engines that one process starts one after the other share it
-GROUP: Final = "VLLM_TAP_GROUP"  # the same in all processes of an engine: who starts it draws it
+GROUP: Final = "VLLM_TAP_GROUP"  # the same in all processes of an engine; drawn by the process that starts it
 ENGINE: Final = "VLLM_TAP_ENGINE"  # its name, where a gateway has several engines behind it
 
 # Read in all processes of an engine; docs/reference/settings.md has them in this order.
@@ -99,7 +99,7 @@ class EngineConfig:
     edit_rows: int = 256  # of all requests at once, that edits set rows to
     vectors: tuple[Registered, ...] = ()  # that edits name
     name: str = ""  # by which a gateway knows the engine; "" where it is the only one
-    own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for who started them
+    own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for their starter only
 
     def __post_init__(self) -> None:
         if not self.endpoint.startswith(("ipc://", "tcp://")):

@@ -44,7 +44,9 @@ def register() -> None:
 
 
 def _leave_group() -> None:
-    """Leave the terminal's process group, which Ctrl-C goes to; who started vLLM's processes ends them in order."""
+    """Leave the terminal's process group, which gets Ctrl-C; the process that started vLLM's processes ends them in
+    order.
+    """
     if multiprocessing.parent_process() is not None:
         with contextlib.suppress(PermissionError):  # it leads a session: it is in a group of its own
             os.setpgid(0, 0)

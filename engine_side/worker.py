@@ -112,8 +112,8 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
 
 def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part: Part | None, ranks: int
           ) -> tuple[Ring, str]:
-    """The worker's ring, its share of what the ``ranks`` of this host have, and why it has this size; StartError where
-    the settings or the machine leave no room for it.
+    """The worker's ring, and why it has this size. It is this rank's share of what the ``ranks`` of this host have.
+    StartError where the settings or the machine leave no room for it.
     """
     row = max(len(layers_sent(part, site, staging.layers[site])) * buffer.shape[2] * buffer.element_size()
               for site, buffer in staging.buffers.items()) if staging.buffers else 0
@@ -133,8 +133,8 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
 
 
 def ring_size(config: EngineConfig, step: int) -> tuple[int, str]:
-    """Bytes of the rings of this host's ranks, and why so many: as set, else for steps of ``step`` bytes (0 on a CPU)
-    by what the store takes, for which the writer is asked.
+    """Bytes of the rings of this host's ranks, and why so many. The size is the one that is set. If none is, it is for
+    steps of ``step`` bytes (0 on a CPU), by what the store takes; the writer is asked for that.
     """
     if config.ring_bytes:
         return config.ring_bytes, "VLLM_TAP_RING_BYTES"

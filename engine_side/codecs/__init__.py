@@ -1,7 +1,8 @@
 """Encoders: the torch side of each codec declared in schemas.codecs; they run on the rows' own device.
 
-A codec's encoder is the file of its name here, or the module that another package's declaration names: ``encode(rows)``
-with the codec's parameters, and, where a kernel does the same on a GPU, its name in ``KERNEL``.
+A codec's encoder is the module of its name in this folder. The declaration of another package names its own module. The
+module has ``encode(rows)``, which also takes the codec's parameters. Where a kernel does the same on a GPU, ``KERNEL``
+is the kernel's name.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def check_encoders() -> None:
         if family.encoder:
             try:
                 found = callable(_module(family).encode)
-            except Exception as error:  # whatever a module of somebody else's raises
+            except Exception as error:  # a module of another package may raise anything
                 raise StartError(f"codec {family.name}: its encoder {family.encoder} cannot be imported: "
                                  f"{error}") from None
             if not found:

@@ -1,8 +1,8 @@
 """Matrices of the reference encoders that project rows: ``rp8`` and ``sketch``.
 
-They are NumPy's. They take up to a second to make, so that is done before the request comes to the steps, by
-the thread that takes requests in; when its capture begins they are put where the rows are, and stay there while a
-capture uses them.
+NumPy makes them, which takes up to a second. The thread that takes requests in therefore makes them, before the request
+comes to the steps. When its capture begins, they are put on the device of the rows. They stay there while a capture
+uses them.
 """
 
 from __future__ import annotations

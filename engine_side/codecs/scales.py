@@ -1,4 +1,6 @@
-"""Scales that are never too small, rows with a number that is none, and columns by the size of what is in them."""
+"""Scales that are never too small, the scales of rows with a NaN or an infinity, and columns by the size of their
+numbers.
+"""
 
 from __future__ import annotations
 

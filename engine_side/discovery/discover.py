@@ -1,7 +1,7 @@
 """Sites of a model that no table knows: found in one recorded step by what defines them, or refused with the reason.
 
-The stream is what a block returns and the next is given, in every block, and what the final norm, called again with it
-alone, turns into what it had returned; it begins with the embeddings. Names of modules say nothing here.
+The stream is the tensor that each block returns and the next block gets. The final norm, called again with the stream
+alone, returns what it returned in the step. The stream begins with the embeddings. The names of modules are not used.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ WHOLE: Final = Crossing({}, {})
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The beginning and end of a stage's stream: the final norm and how far it is off, what came in the stream's place
-    and how far that is off, and what is handed on.
+    """The beginning and end of the stream on a stage. ``norm`` is the final norm, None on a stage that is not the last;
+    ``norm_off`` is how far it is off. ``came`` names the tensor, or sum of two, that the stage before handed on as the
+    stream; ``came_off`` is how far that is off. ``left`` names what this stage hands on.
     """
 
     norm: Call | None
@@ -101,8 +102,9 @@ class Ends:
 class Discovery:
     """The search: fed with a recorded step as it runs, it has the sites at the end.
 
-    ``claims`` are what a table says the sites are: they are held against what is found and, where ``sums`` says that
-    the stream is what attention and MLP add up to, against each other.
+    ``claims`` are the sites as a table gives them. They are compared with what is found, and with each other. ``sums``:
+    whether the stream is the sum of what attention and MLP add, so that claims are compared with the sum of their parts
+    too.
     """
 
     def __init__(self, model: nn.Module, shape: Shape, ids: torch.Tensor, roles: Roles,
@@ -334,7 +336,7 @@ class Discovery:
                                "from others of its family; report it")
 
     def _factor(self, found: float) -> float | None:
-        """The number that the model multiplies by: one, or of its configuration; None where it is neither."""
+        """The number that the model multiplies by: one, or a number of its configuration; None where it is neither."""
         return next((factor for factor in (1.0, *self.factors) if abs(found - factor) <= 10 * self.tolerance * factor),
                     None)
 
@@ -353,8 +355,8 @@ class Discovery:
         return found[0].path, made[found[0].path]
 
     def _final_norm(self, stream: Stream, outside: Sequence[Call]) -> tuple[float, Call | None]:
-        """The module behind the last block that makes of the stream alone what it made in the step, and how far that
-        is off; where none does, the nearest.
+        """The module behind the last block that turns the stream alone into what it made in the step, and how far that
+        is off. If there is none, the nearest.
         """
         assert self._last is not None
         rows = forms(self._last.made, "result", self.width)[stream.out]
@@ -425,8 +427,8 @@ def _wide(call: Call, width: int) -> list[Value]:
 
 
 def _begins_with(entered: torch.Tensor, embedded: torch.Tensor) -> bool:
-    """Whether a stream begins with embeddings that are not multiplied by a number (by more than what positions add can
-    be taken for).
+    """Whether a stream begins with embeddings that are not multiplied by a number. Factors of 0.5 to 1.5 count as none,
+    since positions that are added can look like that.
     """
     return 0.5 < float((entered * embedded).sum() / (embedded * embedded).sum()) < 1.5
 

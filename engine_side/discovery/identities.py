@@ -72,7 +72,7 @@ class Explained:
 class Stream:
     """One way in which a block may carry the stream: the rules of what it gets and of what it returns.
 
-    ``handed``: by layer but the first, how far what the block is given is apart from what the one before has returned.
+    ``handed``: by layer but the first, the distance between what the block is given and what the block before returned.
     """
 
     into: str
@@ -118,9 +118,9 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
             ways: Ways, claimed: Mapping[str, torch.Tensor | None]) -> Explained | str:
     """The terms ``inside`` a block that add up to ``post - pre``; a text says why there are none.
 
-    Numbers count by what the stream has in their place, since so they are rounded: a few channels, and the first
-    token, are a thousand times larger than all others in many models. ``claimed``: by site, the rows that a table takes
-    for them.
+    Each number is weighted by the size of the stream in its place, because it is rounded at that size. In many models a
+    few channels, and the first token, are a thousand times larger than all others. ``claimed``: by site, the rows that
+    a table takes for it.
     """
     candidates = _distinct(inside, block, (pre, post), tolerance)
     if not bool(post.isfinite().all() & pre.isfinite().all()):
@@ -180,13 +180,13 @@ def _nearest_text(nearest: Nearest | None, candidates: Sequence[Candidate], off_
     return f": the nearest, {paths}, differs by {off:.1e} of the stream's norm; rounding is at most {off_max:.0e}"
 
 
-Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and who has made them
+Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and the calls that made them
 Nearest = tuple[float, tuple[int, ...]]  # how far a sum is off, and the numbers of its candidates
 
 
 def _distinct(inside: Sequence[Call], block: str, streams: Sequence[torch.Tensor], tolerance: float
               ) -> list[Candidate]:
-    """Tensors made in a block, those of equal rows together; neither nothing, nor the stream itself."""
+    """Tensors made in a block, those with equal rows together. Tensors of zeros and the stream itself are left out."""
     found: list[Candidate] = []
     for call in sorted(inside, key=lambda call: call.began):
         for value in call.made:

@@ -1,8 +1,8 @@
-"""The nudge: noise added where a tensor leaves its module must move the stream by just that.
+"""The nudge: noise added where a tensor leaves its module must move the stream by just that noise.
 
-The search shows that rows have the right numbers. This shows that the model goes on with this very tensor and not with
-a copy of it: in one more step noise is added to every ``attn_out``, ``mlp_out`` and ``resid_post``, each its own, and
-the sums are held with it.
+The search shows that rows have the right numbers. The nudge shows that the model goes on with this very tensor and not
+with a copy of it. In one more step every ``attn_out``, ``mlp_out`` and ``resid_post`` gets noise of its own. The sums
+are checked again with that noise.
 """
 
 from __future__ import annotations

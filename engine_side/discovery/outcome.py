@@ -1,4 +1,4 @@
-"""Outcome of a search, as who asked for it is told: every site with its places, proofs and widths."""
+"""Outcome of a search, as the caller is told of it: every site with its places, proofs and widths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:  # the command that prints an outcome has no seconds for torch
 
 
 class ProvedPlace(msgspec.Struct, frozen=True):
-    """The place of a site's rows in a layer: ``rule`` of the module at ``path``; the ``identity`` that shows it, and
-    how far the rows are ``off`` it: a sum of the stream's numbers, equal rows of their length.
+    """The place of a site's rows in a layer: ``rule`` of the module at ``path``. ``identity`` is the equation that
+    shows it. ``off`` is how far the rows are off the identity: of a sum, as a share of the stream's numbers; of equal
+    rows, as a share of their length.
 
-    Without an identity the place is the table's, and the search has not looked at it.
+    Without an identity the place comes from the table, and the search has not looked at it.
     """
 
     layer: int

@@ -1,9 +1,10 @@
 """Sites inside attention and the MLP, by what defines them: where a tensor comes from, and where it goes.
 
-``q_rot`` and ``k_rot`` are what the attention kernel is given, ``v`` the columns of a projection that it is given for
-values. ``q`` and ``k`` are the columns from which, by norms and a rotation, those came: a rotation leaves a row at
-position 0 as it is. ``z`` and ``mlp_post`` are what the projection is given that makes what attention or the MLP
-returns. Rows are compared number for number: nothing is computed between a projection and who gets its columns.
+``q_rot`` and ``k_rot`` are the queries and keys that the attention kernel is given. ``v`` is the columns of a
+projection that the kernel is given as values. ``q`` and ``k`` are the columns that norms and a rotation turn into
+``q_rot`` and ``k_rot``: a rotation leaves a row at position 0 as it is. ``z`` and ``mlp_post`` are the input of the
+projection that makes the result of attention or of the MLP. Rows are compared number for number, because nothing is
+computed between a projection and the module that gets its columns.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _MEANING: Final = {
 class Roles:
     """Facts that the seam knows of vLLM's own modules: attention layers, matrix products, mixtures of experts.
 
-    ``chosen``: of a mixture the number of its experts and of those a token is sent to, None of any other module;
-    ``chooses_inside``: whether its kernel chooses, and its router is not called.
+    ``chosen``: for a mixture, the number of its experts and the number of those a token is sent to; None for any other
+    module. ``chooses_inside``: whether the mixture's kernel chooses the experts, and its router is not called.
     """
 
     is_kernel: Callable[[nn.Module], bool]
@@ -160,9 +161,10 @@ class Inside:
                 yield call, call.made[0]
 
     def _predecessor(self, rows: torch.Tensor, kernel: Call) -> torch.Tensor | None:
-        """The tensor that became ``rows`` in the last call that made them: its one tensor of that width, or the one
-        that a rotation, which leaves position 0 as it is but for a factor, has turned into them. Where no call made
-        them, what a call made and a rotation may have turned into them.
+        """The tensor that became ``rows`` in the last call that made them. It is the one tensor of that width that the
+        call was given. Of several, it is the one that a rotation has turned into ``rows``; a rotation leaves position 0
+        as it is but for a factor. Where no call made ``rows``, it is a tensor that a call made and a rotation may have
+        turned into them. None where there is no such tensor.
         """
         before = [call for call in reversed(self.calls) if call.ended < kernel.began]
         for call in before:

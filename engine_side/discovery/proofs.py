@@ -25,8 +25,9 @@ _INSIDE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """An identity that the rows of a site fulfil in one layer, and how far they are ``off`` it: a sum of the stream's
-    numbers, rows that are to be equal of their length. None where there is nothing to be off: no number is compared.
+    """An identity that the rows of a site fulfil in one layer. ``off`` is how far they are off it: of a sum, as a share
+    of the stream's numbers; of rows that must be equal, as a share of their length. It is None where no number is
+    compared.
     """
 
     site: str
@@ -49,7 +50,7 @@ class Begun:
 def of_stream(stream: Stream, blocks: Sequence[Explained], found: Mapping[str, Mapping[int, object]], stage: Stage,
               begun: Begun, norm_off: float) -> tuple[Proof, ...]:
     """Proofs of the sites in ``found`` (by site and layer) of the blocks of a ``stage``. ``norm_off``: how far the
-    final norm, called again with the stream alone, is from what it had made.
+    final norm, called again with the stream alone, is from its result in the step.
     """
     proofs = [Proof("embed", 0, "the one module that is given the tokens alone", None),
               Proof("final_norm", 0, f"final_norm = norm(resid_post.{stage.stop - 1})", norm_off)]
@@ -93,7 +94,7 @@ def _of_block(layer: int, block: Explained, found: Mapping[str, Mapping[int, obj
 
 
 def _name(term: Term, block: Explained, layer: int, found: Mapping[str, Mapping[int, object]]) -> str:
-    """A term's site; where it is none, the module that makes it and what it is multiplied by."""
+    """The site of a term; where it has none, the module that makes it and the factor."""
     if layer in found.get(_site(term), {}) and sum(other.mixes == term.mixes for other in block.terms) == 1:
         return _site(term)
     return ("" if abs(term.factor - 1) < 1e-3 else f"{term.factor:.4g}·") + term.places[0].path

@@ -1,8 +1,8 @@
 """Conditions: a probe's score of a request's newest row says whether edits are made from the next step on, or ends it.
 
-Scores are made on the device of what a step has left in staging, before the next one overwrites it. Where they cross a
-threshold the next position is noted, also on the device: from there on a request's edits are made or not, whatever is
-computed again. The host is told later, of what ends a request and of the notes when it has ended.
+Scores are made on the device from the rows that a step has left in staging, before the next step overwrites them. Where
+they cross a threshold, the next position is noted, also on the device. From there on a request's edits are made or not,
+whatever is computed again. The host is told later which requests are ended, and gets the notes of a request at its end.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Watched:
 
 class Conditions:
     """Requests with conditions of one worker. ``switches`` int64 [lines, switches_max]: positions from which edits are
-    made, are not made, …, in turns; line 0 is nobody's.
+    made, are not made, …, in turns; line 0 belongs to no request.
     """
 
     def __init__(self, staging: Staging, requests: int) -> None:
@@ -49,7 +49,7 @@ class Conditions:
 
     def open(self, request: str, condition: Condition, prompt_len: int) -> Watched:
         """Watch a request from its next step on."""
-        if not self._free:  # preempted requests have theirs as well
+        if not self._free:  # preempted requests keep their lines
             count = len(self.switches)
             self.switches = torch.cat([self.switches, torch.full_like(self.switches, _NEVER)])
             self.unseen = torch.cat([self.unseen, torch.zeros_like(self.unseen)])

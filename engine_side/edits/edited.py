@@ -20,8 +20,8 @@ Slots = dict[int, list[int]]
 
 @dataclass(slots=True)
 class Edited:
-    """A request with edits: from position ``starts[i]`` on the edits numbered in ``which[i]`` are made, and position p
-    has ordinal ``ordinals[i]`` + p, where any of them has rows of its own.
+    """A request with edits. From position ``starts[i]`` on, the edits numbered in ``which[i]`` are made. Where one of
+    these has rows of its own, position p has ordinal ``ordinals[i]`` + p.
     """
 
     edits: Edits

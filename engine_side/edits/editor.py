@@ -26,9 +26,10 @@ class NoRoom(Exception):
 
 
 def _by_position(here: Sequence[tuple[int, Edited]]) -> npt.NDArray[np.int64]:
-    """The places from which on edits hold, int64 [5, places]: number of a request << 32 | position, ascending (of two
-    at one place the later holds), then the programs where a condition is met and where it is not, its line, and the
-    ordinal of position 0. Before, between and behind the requests nothing is edited.
+    """The places from which on edits hold, int64 [5, places]. Row 0: number of a request << 32 | position, ascending;
+    of two at one place the later holds. Rows 1 and 2: the programs where a condition is met and where it is not. Row 3:
+    the request's line in the tables of conditions. Row 4: the ordinal of position 0. Before, between and behind the
+    requests nothing is edited.
     """
     edges, programs, unmet, lines, ordinals = [-1], [0], [0], [0], [0]
     for number, each in here:
@@ -42,8 +43,8 @@ def _by_position(here: Sequence[tuple[int, Edited]]) -> npt.NDArray[np.int64]:
 
 @dataclass(slots=True)
 class Layout:
-    """Edited requests of a batch, as long as it stays the same: ``there`` int64, its owners by row and what
-    ``_by_position`` says, on the device; ``fill``, where a kernel fills the tables.
+    """Edited requests of a batch, as long as the batch stays the same. ``there`` int64, on the device: the owner of
+    each row, then the numbers of ``_by_position``. ``fill``: the kernel that fills the tables, where there is one.
     """
 
     requests: Sequence[str]
@@ -102,8 +103,8 @@ class Editor:
         return ended
 
     def before_forward(self, requests: Sequence[str], starts: npt.NDArray[np.integer], positions: torch.Tensor) -> None:
-        """Fill the tables for a step: row ``starts[i]`` to ``starts[i + 1]`` are of request i, ``positions`` [rows] of
-        the device say which of its.
+        """Fill the tables for a step. Rows ``starts[i]`` to ``starts[i + 1]`` are of request i. ``positions`` [rows],
+        on the device, are the rows' positions in their requests.
         """
         if self.conditions is not None:
             self.conditions.settle()

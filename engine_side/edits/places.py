@@ -32,9 +32,9 @@ class EditedCall:
     """An edit of a call: of the arguments that are ``given``, or else of ``parts`` of its result. Rows are the sum of
     those, or ``columns`` of it.
 
-    ``in_place``: the argument itself is changed, since who called goes on with it besides. ``lent``: arguments or
-    results that somebody else may go on with, who must not see them changed. The stream that a norm adds to may be
-    staging, which has the row that went before.
+    ``in_place``: the argument itself is changed, because the caller goes on with it too. ``lent``: arguments or results
+    that other code may go on with, which must not see the change. The stream that a norm adds to may be staging, which
+    has the row as it was before.
     """
 
     name: str  # of its buffers, on the module
@@ -71,7 +71,8 @@ def call_of(point: TapPoint) -> EditedCall:
 
 
 def keep(model: nn.Module, tables: Tables) -> None:
-    """Make all tables buffers of the model: a deep sleep gives away what was allocated while it was loaded, but these.
+    """Make all tables buffers of the model. A deep sleep gives away what was allocated while the model was loaded,
+    except its buffers.
     """
     parts: list[tuple[str, Tables | Pool]] = [("", tables), *((f"_{width}", pool) for width, pool in
                                                              tables.pools.items())]
@@ -135,7 +136,7 @@ def _wrap(module: nn.Module, call: EditedCall) -> None:
 
 
 def _replaced(module: Any, call: EditedCall, given: taps.Call) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of a call with its rows edited: of several whose sum they are the first takes all."""
+    """The arguments of a call with its rows edited. Where the rows are the sum of several, the first takes all."""
     keys = [key for name, place in call.given if (key := _key(given, name, place)) is not None]
     if not keys:
         raise StartError(f"vllm-tap: a {type(module).__name__} was called without the rows that {call.name} edits: "
@@ -169,8 +170,8 @@ def _key(given: taps.Call, name: str, place: int) -> str | int | None:
 
 
 def _changed(module: Any, call: EditedCall, result: Any, given: Iterable[Any]) -> Any:
-    """A call's result, edited where it lies, or where somebody else may have it, copied and edited; None where neither
-    can be done.
+    """A call's result, edited where it lies. Where other code may have it too, it is copied and then edited. None where
+    neither can be done.
     """
     whole = list(result) if isinstance(result, tuple | list) else [result]
     if not acts_on(whole[call.parts[0]]):
@@ -190,7 +191,7 @@ def _own(tensor: torch.Tensor, lent: bool) -> torch.Tensor:
 
 
 def _put_back(module: Any, call: EditedCall, result: Any) -> Any:
-    """A call's result with its rows edited: of several tensors whose sum they are the first takes all."""
+    """A call's result with its rows edited. Where the rows are the sum of several tensors, the first takes all."""
     whole = list(result) if isinstance(result, tuple | list) else [result]
     first, *others = call.parts
     rows = whole[first] + whole[others[0]] if others else whole[first]

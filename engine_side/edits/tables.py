@@ -1,10 +1,9 @@
 """Tables of edits on the device: read by the compiled graph, filled between steps.
 
-A row of a step has a *program*, a number; 0: it is not edited. For each place (site and layer) that is armed, a table
-says which slots a program uses there, in the order of the edits; slot 0 changes nothing. A slot has an edit's form and
-vector (``schemas.edits.resolved``). A negative one, −s, is the first of many, one a row: that of a row is s + its
-*ordinal*.
-Every buffer keeps its address, as CUDA graphs have it.
+A row of a step has a *program*, a number; with program 0 it is not edited. For each armed place (site and layer), a
+table says which slots a program uses there, in the order of the edits; slot 0 changes nothing. A slot has an edit's
+form and vector (``schemas.edits.resolved``). A negative slot, −s, is the first of many, one for each row: a row has
+slot s + its *ordinal*. Every buffer keeps its address, because CUDA graphs have it.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ Place = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]; ``heads`` int8
-    [slots, heads], of sites that have heads: ``WHOLE`` where all are edited as one row, ``ALONE`` where a head is by
-    itself, 0 where it stays.
+    """Edits of rows of one width: ``vectors`` float32 [slots, width], ``forms`` float32 [slots, 4]. ``heads`` int8
+    [slots, heads] is for sites that have heads. It is ``WHOLE`` where all heads are edited as one row, ``ALONE`` where
+    a head is edited by itself, 0 where it stays as it is.
     """
 
     vectors: torch.Tensor
@@ -40,8 +39,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The room of the tables: ``tokens`` rows in a step of ``requests``, with ``depth`` edits of a row at a place, and
-    ``rows`` of edits that have one for each position.
+    """The room of the tables: a step has at most ``tokens`` rows of ``requests`` requests. ``depth``: edits of a row at
+    a place. ``rows``: slots for the rows of edits that have one for each position.
     """
 
     tokens: int
@@ -62,14 +61,14 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """``ordinals`` int32 [tokens], of a step's rows; ``slots`` by place int32 [programs, depth], in their order parts
-    of ``every_slot``, so that a request is written at once; ``pools`` by width.
+    """``ordinals`` int32 [tokens], of a step's rows. ``slots`` by place int32 [programs, depth], in their order parts
+    of ``every_slot``, so that a request is written at once. ``pools`` by width.
 
-    ``counts`` int32 [places + 1, programs]: rows that the graph has edited at a place, by program; the last line, rows
-    that were told to be. What it says of program 0 means nothing.
+    ``counts`` int32 [places + 1, programs]: rows that the graph has edited at a place, by program. The last line counts
+    the rows that should have been edited. The numbers of program 0 mean nothing.
 
-    Requests of one step are at most as many as there is room for, so of programs and vectors it never runs out; the
-    front end sees to ``rows`` (``schemas.edits.resolved.Edits.rows_kept``).
+    A step has no more requests than there is room for, so programs and vectors never run out. The front end sees to
+    ``rows`` (``schemas.edits.resolved.Edits.rows_kept``).
     """
 
     size: Size
@@ -143,8 +142,8 @@ def count(counts: torch.Tensor, programs: torch.Tensor) -> None:
 
 
 def _along(products: torch.Tensor, heads: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Projections of rows, [tokens, 1], or of what a column's edit is about, [tokens, width]; in the latter case also
-    which columns are edited.
+    """Projections of rows, [tokens, 1]. With ``heads``, the projection for the edit of each column, [tokens, width],
+    and which columns are edited.
     """
     if heads is None:
         return products.sum(dim=-1, keepdim=True), None

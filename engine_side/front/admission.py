@@ -65,7 +65,7 @@ def check_in_use(endpoint: str) -> None:
 
 
 def use(endpoint: str, curve: Path | None) -> None:
-    """The writer that ends are reported to from now on: that of the newest engine of this process."""
+    """The writer to report ends to from now on: that of the newest engine of this process."""
     global _endpoint, _curve, _channel
     with _lock:
         if endpoint == _endpoint:
@@ -154,7 +154,9 @@ def _split_id(value: object) -> tuple[bytes, str | None]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether no other value has the same JSON: bytes, dates, keys that are numbers would have that of a text."""
+    """Whether no other value has the same JSON. Bytes, dates and keys that are numbers would have the same JSON as a
+    text.
+    """
     kind = type(value)
     if kind is dict:
         return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
@@ -181,8 +183,8 @@ def check_edit_names(extra: Mapping[str, Any]) -> None:
 def admit(value: object, count: object, *, n: int, prompt_number: int, shape: Shape) -> str:
     """The ticket's JSON of a caller's spec; SpecError (a ValueError) where it cannot be had.
 
-    ``count`` is how many captures the whole HTTP request makes, where a gateway knows it (a prompt list makes more
-    than its n samples); ``prompt_number`` is this prompt's place in such a list.
+    ``count`` is the number of captures that the whole HTTP request makes, where a gateway knows it: a list of prompts
+    makes more than its n samples. ``prompt_number`` is this prompt's place in such a list.
     """
     wanted = resolve_spec(value, shape)
     if count is None:
@@ -220,7 +222,9 @@ def forget(text: str) -> None:
 
 
 def count_uncaptured(reason: str) -> None:
-    """Count a request that everybody's spec is for and that cannot be captured; each ``reason`` is logged once."""
+    """Count a request that is to be captured by the engine's spec for every request, and cannot be. Each ``reason`` is
+    logged once.
+    """
     with _lock:
         if (channel := _open_channel()) is not None:
             channel.uncaptured += 1

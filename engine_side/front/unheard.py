@@ -1,4 +1,6 @@
-"""The last word before vLLM's own routes: what still names a capture or edits there would be answered without."""
+"""The last check before vLLM's own routes: a request that still names a capture or edits there would be answered
+without them.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,12 @@ _BATCH_FIX: Final = ("nothing would be {done} in a batch file, so none of it is 
 
 
 class Unheard:
-    """ASGI middleware: 400 for what names a capture or edits that nobody would make, whatever the route.
+    """ASGI middleware: it answers 400 to a request that names a capture or edits which would not be made, whatever the
+    route. It answers 413 where the body is too large to be searched.
 
-    ``fields`` says which fields the requests of a route have, as far as that is known, and None where there is no such
-    route: that answer is the application's, and no body is held for it. What a service of captures takes it has taken
-    out before, so this has no list of routes, and holds for those of later vLLMs.
+    ``fields`` says which fields the requests of a route have, as far as that is known. It says None where there is no
+    such route: then the application answers, and no body is held. A service of captures has taken its own fields out
+    before. So this middleware has no list of routes, and holds for the routes of later vLLMs too.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]],
@@ -51,7 +54,7 @@ class Unheard:
         messages = await whole(receive, limits.request_body_bytes_max)
         try:
             fault = await aside(lambda messages: _fault(scope, fields, messages), messages)
-        except Exception:  # nobody's request fails because it could not be looked at
+        except Exception:  # no request fails because it could not be looked at
             logger.exception("vllm-tap: checking a request's body for misspelt fields failed; the request goes on")
             fault = None
         if fault is None:
@@ -85,7 +88,9 @@ def _fault(scope: Scope, fields: Container[str], messages: deque[Message]
 
 
 def check_batch(text: str) -> None:
-    """ArgumentError, naming line and field, where a batch file (a request in JSON a line) names one in vain."""
+    """ArgumentError, naming line and field, where a batch file (one request in JSON a line) names a capture or edits
+    that would not be made.
+    """
     for number, line in enumerate(text.split("\n"), 1):
         if not may_name(line.encode()):
             continue

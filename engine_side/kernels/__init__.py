@@ -43,8 +43,8 @@ _ROWS: Final = 4  # the place of what says which rows are taken, among a kernel'
 class StagedRows:
     """Rows of a site in staging, all on one device.
 
-    ``buffer`` [layers armed, tokens, width], rows contiguous; ``layers`` int32 [n_layers], places in the buffer;
-    ``rows`` int64 [n], or the first of ``n`` rows that follow each other; ``token_ids`` and ``positions`` [tokens of
+    ``buffer`` [layers armed, tokens, width], rows contiguous; ``layers`` int32 [n_layers], places in the buffer.
+    ``rows`` int64 [n], or the first of ``n`` rows that follow each other. ``token_ids`` and ``positions`` [tokens of
     the step], each int32 or int64, contiguous, none negative.
     """
 
@@ -133,8 +133,9 @@ def _module(name: str) -> tuple[Any, str]:
 
 
 class Launch:
-    """A kernel with its rows and the memory it writes to, for as many steps as ``begins`` has: a step's streams lie
-    from byte ``begins[step]`` (a multiple of 64) on. ``more``: arguments of its own; ``grid``: else a program a row.
+    """A kernel with its rows and the memory it writes to, for as many steps as ``begins`` has. A step's streams lie
+    from byte ``begins[step]`` (a multiple of 64) on. ``more``: arguments of the kernel's own. ``grid``: one program a
+    row if it is not given.
     """
 
     __slots__ = ("_after", "_before", "_begins", "_gathered", "_grid", "_kernel", "_launched", "_movable", "_offsets",
@@ -223,11 +224,12 @@ class Projected:
 
 def launch(identity: str, source: StagedRows, scratch: torch.Tensor, offsets: Sequence[int], begins: I64 = _AT_0
            ) -> Launch | Projected:
-    """The launch that encodes ``source`` (at least a row) into ``scratch`` (uint8).
+    """The launch that encodes ``source`` (at least one row) into ``scratch`` (uint8).
 
-    ``begins`` [steps]: the byte at which what a step writes begins; ``offsets``: from there, the byte at which each
-    declared stream begins, in the declared order, as [n_layers, n, *shape]; then token ids (int32 [n]) and positions
-    (int64 [n]). All are multiples of 64. The first launch of a kind compiles, unless ``warm`` has.
+    ``begins`` [steps]: the byte at which the output of each step begins. ``offsets``: counted from there, the byte at
+    which each part begins. The parts are the declared streams in the declared order, as [n_layers, n, *shape], then
+    token ids (int32 [n]) and positions (int64 [n]). All are multiples of 64. The first launch of a kind compiles,
+    unless ``warm`` has.
     """
     if not codecs.identified(identity).family.projected:
         return Launch(_kernel(identity, Kind.of(source)), source, scratch, offsets, begins)
@@ -263,7 +265,8 @@ def rows_max(identity: str, width: int) -> int:
 
 
 def fits(identity: str, width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the device has room for what ``launch`` of a codec keeps there, beside that of others: a matrix."""
+    """Whether the device has room for the matrix that ``launch`` of a codec keeps there, beside those of other codecs.
+    """
     if not codecs.identified(identity).family.projected:
         return True
     from engine_side.kernels import projected

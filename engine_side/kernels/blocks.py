@@ -1,10 +1,10 @@
 """``int8b64`` and ``nf4b64``: blocks of 64 columns beside the 8 largest entries, found exactly.
 
-A column's *key* is its magnitude's bits above its number counted from the end: keys differ, so the 8 largest are those
-from the eighth largest key on, and of equal magnitudes the earlier columns are taken. A row is read in groups of 8
-columns, as a thread loads them. The 8 largest of the groups' maxima are the 8 largest of the row unless a group holds
-two of these, which counting tells (one row in ten at random). Then the maxima are taken again one after the other, each
-replaced by the next of its group: exact whatever the row.
+A column's *key* is the bits of its magnitude, and below them its number counted from the end. All keys differ. So the 8
+largest entries are those whose keys are the eighth largest or above, and of equal magnitudes the earlier columns are
+taken. A row is read in groups of 8 columns, as a thread loads them. The 8 largest of the groups' maxima are the 8
+largest of the row, unless a group holds two of these. Counting shows that (one row in ten at random). Then the maxima
+are taken again one after the other, and each is replaced by the next largest of its group. That is exact for any row.
 """
 
 from __future__ import annotations

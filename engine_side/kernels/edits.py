@@ -119,8 +119,9 @@ def fill(there, positions, programs, ordinals, counts, switches, rows: tl.int64,
          steps: tl.int64, WATCHED: tl.constexpr, SWITCHES: tl.constexpr, BLOCK: tl.constexpr):
     """Programs and ordinals of a step's ``rows``, 0 for those behind them up to ``cleared``.
 
-    ``there`` int64: request << 32 of each row, then for each of ``edges`` from where it holds (request << 32 |
-    position, ascending), program, program where the condition is not met, its line, and the ordinal of position 0.
+    ``there`` int64: first request << 32 of each row, then five lists of ``edges`` numbers each. List 1: the place from
+    which on an entry holds (request << 32 | position, ascending). Lists 2 and 3: its program, and its program where the
+    condition is not met. List 4: the condition's line. List 5: the ordinal of position 0.
     """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mine = row < rows

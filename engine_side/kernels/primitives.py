@@ -11,7 +11,8 @@ POINTERS = ("layers", "rows", "ids", "positions")  # whatever these point at is 
 
 
 def power_of_two(number: int) -> int:
-    """The smallest that is not below a number ≥ 1: sides of what a program works on are such."""
+    """The smallest power of two that is not below a number ≥ 1: the sides of a program's blocks must be powers of two.
+    """
     return 1 << (number - 1).bit_length()
 
 

@@ -1,11 +1,13 @@
-"""``rp8`` and ``sketch``: rows times a matrix, into a workspace, then a program a row that makes codes of its numbers.
+"""``rp8`` and ``sketch``: rows times a matrix go into a workspace, then one program for each row makes codes of its
+numbers.
 
-Tensor cores multiply numbers of 16 bits and add in float32. Rows of such models go in as they are; the float32 matrix
-is the sum of two matrices in the rows' dtype, which is as good as float32 here: what is left out is at most 2^-16 of
-the matrix's largest number, where a code of ``rp8`` is a 253rd of a row's range.
+Tensor cores multiply numbers of 16 bits and add in float32. Rows of 16 bits go in as they are. The float32 matrix is
+the sum of two matrices in the rows' dtype, which is as good as float32 here. The part that is left out is at most 2^-16
+of the matrix's largest number, and a code of ``rp8`` is a 253rd of a row's range.
 
-What this needs of the device, matrices and a workspace, is made by whoever compiles the kernels, before any step uses
-them, and kept: a launch finds it there. So it is bounded, and codecs beyond the bound are left to the reference.
+A launch needs matrices and a workspace on the device. They are made where the kernels are compiled, before any step
+uses them, and kept: a launch finds them there. So this memory is bounded, and codecs beyond the bound are left to the
+reference.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ _ACROSS: Final = 128  # the matrix has columns of zeros up to a multiple of it
 
 @lru_cache(maxsize=16)
 def tile(few: bool, device: torch.device) -> tuple[int, int, int, int]:
-    """Rows and columns that a program of the product makes, its warps, and how many steps of it are loaded at a time:
-    what the device has shared memory for (99 KiB at least where there are tensor cores for bfloat16).
+    """Rows and columns that a program of the product makes, its warps, and the number of its steps that are loaded at a
+    time. All of it fits into the device's shared memory (99 KiB at least where there are tensor cores for bfloat16).
     """
     room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 1 << 20
     down, columns, warps_of = (64, 64, 4) if few or room < 3 * _step_bytes(128, _ACROSS) else (128, _ACROSS, 8)

@@ -1,10 +1,11 @@
 """The front end: specs are checked where a request enters, and ends are seen as the client sees them.
 
-``InputProcessor.process_inputs`` serves ``vllm serve`` and ``LLM`` alike; a bad spec raises ValueError there, which
-the server answers with 400. A stop string looks like an abort inside the engine, so the front end reports its own end.
+``InputProcessor.process_inputs`` serves ``vllm serve`` and ``LLM`` alike. A bad spec raises ValueError there, which the
+server answers with 400. A stop string looks like an abort inside the engine, so the front end reports its own end.
 
-The server's request classes are seen too: beam search leaves a spec behind, so it is refused; and the ids of its
-completions end in their prompt's number, which an id of the same form that a caller of ``AsyncLLM`` made up does not.
+The server's request classes are wrapped too. Beam search would lose a spec, so it is refused with one. The ids of the
+server's completions end in the number of their prompt, so these requests are marked. An id of the same form that a
+caller of ``AsyncLLM`` made up has no such number.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def _shape(model: Any, config: EngineConfig, ranks: int = 1, stages: Sequence[St
 
 
 def widths_of(model: Any) -> dict[str, Any]:
-    """The widths that the model's own configuration states; those of experts differ too much to be read off it."""
+    """The widths that the model's own configuration states. The widths of experts differ too much to be read from it.
+    """
     text, head = model.hf_text_config, model.get_head_size()
     if getattr(text, "v_head_dim", None) not in (None, head):  # heads of values are others, or all are compressed
         head = 0
@@ -174,7 +176,7 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def edited(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
                ) -> Any:
-        """The request with its edits, and with a salt: nobody else reads what it leaves in the prefix cache."""
+        """The request with its edits, and with a salt: no other request reads what it leaves in the prefix cache."""
         edits = _admit_edits(self, extra[EDIT_KEY], params, bool(kwargs.get("resumable")))
         rest = {key: value for key, value in extra.items() if key != EDIT_KEY}
         if edits is not None:  # what is changed has a manifest, though nothing be captured
@@ -256,8 +258,9 @@ def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) ->
 def _without_spec(params: Any, rest: dict[str, Any]) -> Any:
     """Parameters with the ``rest`` of their extra arguments, of which vLLM takes a copy.
 
-    It copies them deeply, a third of all that it does with a request and more where there is a spec, unless they are
-    marked as this request's own. So they are made its own here, where they hold but numbers, texts and lists of them.
+    vLLM copies them deeply unless they are marked as this request's own. That is a third of all its work for a request,
+    and more where there is a spec. So they are made the request's own here, where they hold only numbers, texts and
+    containers of them.
     """
     own = copy.copy(params)
     own.extra_args = rest or None
@@ -279,7 +282,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _client_error(error: SpecError) -> SpecError:
-    """Make a refused spec its client's error: newer vLLM servers know that of errors of their own kind alone."""
+    """Make a refused spec an error of the client: newer vLLM servers know that only of errors of their own class."""
     try:
         from vllm.exceptions import VLLMClientError
     except ImportError:
@@ -289,7 +292,9 @@ def _client_error(error: SpecError) -> SpecError:
 
 
 def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: bool) -> bool:
-    """Whether a request is captured, by a spec of its own or by everybody's; SpecError where its own cannot be."""
+    """Whether a request is captured, by a spec of its own or by the one for every request; SpecError where its own
+    cannot be fulfilled.
+    """
     # One that was made before anything of ours was installed knows nothing of it.
     config = getattr(processor, "vllm_tap", None)
     if KEY not in extra:
@@ -365,7 +370,7 @@ def _new_completion_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_request_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Name the ids of its captures in what a caller of ``LLM`` gets."""
+    """Add the ids of the request's captures to the output that a caller of ``LLM`` gets."""
 
     def make_request_output(self: Any, *args: Any, **kwargs: Any) -> Any:
         output = original(self, *args, **kwargs)

@@ -1,8 +1,8 @@
 """The model loader: taps go in after the weights are there and before anything is compiled or profiled.
 
-Wraps ``BaseModelLoader.load_model`` and the workers' ``compile_or_warm_up_model``, where the self-test runs. Where vLLM
-is to serve adapters it puts layers of its own around those of the model, which call them in another way: taps wait for
-that (``load_lora_model``), and go into what the model has then.
+Wraps ``BaseModelLoader.load_model`` and the workers' ``compile_or_warm_up_model``, where the self-test runs. To serve
+adapters, vLLM puts layers of its own around those of the model, and these call the model's layers in another way. Taps
+then wait for that (``load_lora_model``), and go into the model that it returns.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _load_model(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 def when_loaded(then: Callable[[nn.Module, Any], None]) -> None:
-    """Call ``then(model, vllm_config)`` in this process with every engine's own model, as soon as it has its weights;
-    in place of taps, which an engine has that was given a writer.
+    """Call ``then(model, vllm_config)`` in this process with every engine's own model, as soon as it has its weights.
+    This takes the place of taps, which go into an engine that was given a writer.
     """
     def load(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
         def load_model(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> nn.Module:

@@ -1,9 +1,10 @@
 """Joint projections of q, k and v whose matrix product is written into staging itself: nothing is copied.
 
-A copy is a kernel of its own in every layer, since nothing fuses with the product before it: 1.3 % of a decode step of
-a 3B model on an H200. Where the product is a plain one, the same kernel gets staging for its output instead. What it
-makes must not be changed in place afterwards, as a rotary embedding may: hence only where q and k are normed first,
-which makes new tensors, and not where vLLM is told to fuse norm and rotation into one that works in place.
+A copy is a kernel of its own in every layer, because nothing fuses with the product before it. It takes 1.3 % of a
+decode step of a 3B model on an H200. Where the product is a plain one, the same kernel gets staging for its output
+instead. That output must not be changed in place afterwards, as a rotary embedding may do. So this is done only where q
+and k are normed first, which makes new tensors. It is not done where vLLM is told to fuse norm and rotation into one
+kernel that works in place.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ torch.library.register_fake("vllm_tap::project", _project_fake, lib=_library)
 
 
 def find_writers(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torch.Tensor], None]]:
-    """Writers into staging by the ``id`` of their projection, for every one in a model that can write there.
+    """Writers into staging by the ``id`` of their projection, for every projection of a model that can write there.
 
     ``passes``: vLLM's choice of what its compiler fuses (``compilation_config.pass_config``).
     """
@@ -54,10 +55,12 @@ def find_writers(model: nn.Module, passes: Any) -> dict[int, Callable[[Any, torc
 
 
 def copied_where_quantized(points: Iterable[TapPoint]) -> list[TapPoint]:
-    """``points`` whose operand a projection reads from staging only if it multiplies the row as it is.
+    """The ``points``, with the rule ``copied operand`` in place of ``operand`` where a projection quantizes the row
+    first.
 
-    One that quantizes it first may, fused with the activation, take numbers that were never rounded to a row: from
-    staging it would make other codes (1.6 % of them in fp8) than without a tap.
+    Such a projection may be fused with the activation, and take numbers that were never rounded to a row. From staging
+    it would make other codes (1.6 % of them in fp8) than without a tap. Only one that multiplies the row as it is reads
+    it from staging.
     """
     return [replace(point, rule="copied operand") if point.rule == "operand" and not multiplies(point.module)
             else point for point in points]

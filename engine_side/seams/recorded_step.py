@@ -138,7 +138,7 @@ def _noisy(model: nn.Module, draws: torch.Generator) -> Iterator[None]:
     def noisy(forward: Callable[..., Any]) -> Callable[..., Any]:
         places = {name: place for place, name in enumerate(inspect.signature(forward).parameters)}
 
-        @wraps(forward)  # who looks at its arguments' names finds them
+        @wraps(forward)  # its arguments keep their names for code that looks at them
         def attend(*args: Any, **kwargs: Any) -> Any:
             result = forward(*args, **kwargs)
             written = result if isinstance(result, torch.Tensor) else taps.Call(places, args, kwargs).get("output")
@@ -212,8 +212,8 @@ def _as_written(model: nn.Module) -> Iterator[None]:
 
 
 def search(model: nn.Module, vllm_config: Any) -> Outcome:
-    """The outcome of ``discover`` on a model that is loaded and no more, with the places of the table beside those that
-    were found; StartError where it is not looked into.
+    """The outcome of ``discover`` on a model that is loaded and no more. The places of the table stand beside those
+    that were found. StartError where the model is not looked into.
     """
     import vllm
 

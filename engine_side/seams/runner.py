@@ -53,7 +53,7 @@ def connect() -> None:
 
 
 def check_wrapped(runner: type) -> None:
-    """StartError for a runner of another kind than the two known ones: it would run steps that nobody sees."""
+    """StartError for a runner of another kind than the two known ones: its steps would not be seen."""
     if not any(is_wrapped(cls.__dict__.get("execute_model")) for cls in runner.__mro__):
         known = "vllm.v1.worker.gpu_model_runner.GPUModelRunner and vllm.v1.worker.gpu.model_runner.GPUModelRunner"
         raise StartError(f"vllm-tap: this engine uses the runner {runner.__module__}.{runner.__qualname__}, and "
@@ -61,9 +61,9 @@ def check_wrapped(runner: type) -> None:
 
 
 def check_fills(runner: Any) -> None:
-    """StartError where edits may be asked for of a runner with ways of its own to take up requests, to lay out a step's
-    rows or to hand on its tokens: what it does beside vLLM's own would run rows unedited, edit those of others, or keep
-    from the scheduler what a probe ends.
+    """StartError for a runner that takes up requests, lays out a step's rows or hands on its tokens in a way of its
+    own. Called where edits may be asked for. Such a way beside vLLM's own would run rows unedited, edit the rows of
+    others, or keep from the scheduler that a probe ended a request.
     """
     lays_out = "_prepare_inputs" if hasattr(runner, "_prepare_inputs") else "prepare_inputs"
     for name in ("execute_model", lays_out, "sample_tokens"):

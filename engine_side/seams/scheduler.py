@@ -142,7 +142,7 @@ def _run_busy_loop(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
-    """Flush its worker here before an engine rests: it may be paused in mid-request."""
+    """Flush the worker in this process before the engine rests: it may be paused in the middle of a request."""
 
     def has_work(self: Any, *args: Any, **kwargs: Any) -> bool:
         found = original(self, *args, **kwargs)
@@ -158,10 +158,11 @@ def _has_work(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _die_with_parent() -> None:
-    """End with the parent: else an engine whose API server is killed generates on for nobody and then idles forever.
+    """End with the parent: else an engine whose API server is killed goes on generating for no client, and then idles
+    forever.
 
-    The kernel sends the signal when the *thread* that started us ends, which need not be the end of its process: a
-    user may make an ``LLM`` in a thread of his own.
+    The kernel sends the signal when the *thread* that started this process ends. That need not be the end of the parent
+    process: a user may make an ``LLM`` in a thread of his own.
     """
     if sys.platform != "linux":
         return

@@ -34,12 +34,12 @@ _UNLIKE: Final = 0.5  # of a row's length: more than rounding makes, or than one
 
 
 def self_test(runner: Any, current: Worker) -> None:
-    """Run steps of the compiled model (on CUDA: replay its graph) on poisoned staging; StartError says what is wrong,
+    """Run steps of the compiled model (on CUDA: replay its graph) on poisoned staging. StartError says what is wrong,
     on every rank of the engine.
 
-    Every armed tap must have written, the rows that enter the first block must be those of the embedding table, bit
-    for bit, and the stream after attention and MLP must be the sum of what went into it. All of it twice: the first
-    step may still record a graph, the second replays it.
+    Every armed tap must have written. The rows that enter the first block must be those of the embedding table, bit for
+    bit. The stream after attention and MLP must be the sum of what went into it. All of this is checked twice: the
+    first step may still record a graph, the second replays it.
     """
     with all_together():
         _test(runner, current)
@@ -83,8 +83,8 @@ def _check_routing(runner: Any, current: Worker) -> None:
 
 
 def _hand_on_noise(runner: Any) -> None:
-    """Noise in the place of what the stage before hands on, of which dummy steps have none: all would be nothing. Some
-    runners make room for that in their first step.
+    """Noise in the place of what the stage before hands on: dummy steps have none of it, and all rows would be zeros.
+    Some runners make room for it in their first step.
     """
     if (tensors := getattr(runner, "intermediate_tensors", None)) is not None:
         with torch.inference_mode():
@@ -107,8 +107,9 @@ def _check_staged(runner: Any, current: Worker, where: str) -> None:
 
 
 def check_edits(runner: Any, current: Worker, where: str) -> None:
-    """StartError where rows that are set at an armed place do not change what the compiled model returns by far more
-    than it differs from step to step by itself, or where it does not return to what it was.
+    """StartError where rows that are set at an armed place do not change the result of the compiled model. They must
+    change it by far more than it differs from step to step by itself. StartError also where the result does not return
+    to what it was after the edits are removed, and where the compiler alone changes the result.
     """
     assert current.editor is not None
 
@@ -164,7 +165,9 @@ def _check_compiled(model: torch.nn.Module, returned: Callable[[], torch.Tensor]
 
 
 def _returned(runner: Any, options: dict[str, Any]) -> torch.Tensor:
-    """Rows that a dummy step returns, or that it hands on to the next stage, of which one runner does not tell."""
+    """Rows that a dummy step returns or hands on to the next stage. One runner does not return the rows that it hands
+    on.
+    """
     handed_on = []
 
     def told(execute_model: Callable[..., Any]) -> Callable[..., Any]:
@@ -198,8 +201,8 @@ def _check_moved(place: tuple[str, int], moved: torch.Tensor, noise: torch.Tenso
 
 
 def _distance(rows: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Distance by row [rows]: 0 where all numbers are the same, NaN where both rows are no numbers, infinite where one
-    of them is none.
+    """Distance by row [rows]. It is 0 where all numbers are the same, NaN where both rows are NaN or infinite, and
+    infinite where one of them is.
     """
     one, other = rows.float(), others.float()
     numbers = one.isfinite().all(dim=-1), other.isfinite().all(dim=-1)
@@ -221,7 +224,7 @@ def _unproved(moved: torch.Tensor, noise: torch.Tensor) -> str:
 
 
 def _unattended(runner: Any) -> dict[str, Any]:
-    """Arguments of a runner for a dummy step of the compiled model that replays no graph and attends to nothing: in a
+    """Arguments of a runner for a dummy step of the compiled model that replays no graph and attends to nothing. In a
     graph the kernels attend to an empty cache, whatever they are given.
     """
     if hasattr(runner, "input_buffers"):
@@ -233,10 +236,10 @@ def _unattended(runner: Any) -> dict[str, Any]:
 
 @contextmanager
 def _noisy_attention(model: torch.nn.Module) -> Iterator[None]:
-    """Attention outputs on a CPU begin as noise: a dummy step has nothing to attend to, and there vLLM hands on the
-    memory as it finds it, often no numbers at all, which would leave the sums nothing to be held against. (On a GPU
-    it hands on zeros.) So do state-space mixers on any device. The noise has a generator of its own: what vLLM samples
-    by chance stays what it was.
+    """Attention outputs on a CPU begin as noise, and those of state-space mixers on any device. A dummy step has
+    nothing to attend to. On a CPU vLLM then hands on the memory as it finds it, often with NaN, so the sums could not
+    be checked. (On a GPU it hands on zeros.) The noise has a generator of its own, so that vLLM's random samples stay
+    the same.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -327,8 +330,8 @@ def _check_entry(staging: Staging, entry: Embedding, ids: torch.Tensor, where: s
 
 
 def check_sums(staging: Staging, sums: Sequence[Sum], rows: int, where: str) -> None:
-    """StartError where rows are not the sum that they must be. Where a dummy step's attention leaves zeros (on a GPU)
-    only what the MLP adds is held to account; rows that are no numbers (weights of chance in float16) show nothing.
+    """StartError where rows are not the sum that they must be. On a GPU a dummy step's attention leaves zeros, so only
+    what the MLP adds is checked there. Rows that are NaN or infinite (random weights in float16) show nothing.
     """
     def staged(place: tuple[str, int]) -> torch.Tensor:
         site, layer = place

@@ -346,7 +346,7 @@ def _check_shared(plan: ArmingPlan, ranks: int) -> None:
 
 
 def _warn(config: EngineConfig, device: torch.device) -> None:
-    """Warn whoever starts the engine."""
+    """Warn the operator who starts the engine."""
     if warning := untested(_vllm_version(), device.type != "cpu"):
         logger.warning("vllm-tap: %s", warning)
     if config.capture_all:

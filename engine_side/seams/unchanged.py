@@ -1,7 +1,7 @@
 """Checks that vLLM finds in a tapped model what it would find without taps, or the engine does not start.
 
-By the exact class of a layer and of its quantization method vLLM chooses how it gets adapters, is loaded anew, runs its
-experts. And what vLLM puts in a layer's place once there are taps would run the layer in ways that no tap sees.
+The exact class of a layer and of its quantization method decides how vLLM gives it adapters, loads it anew and runs its
+experts. A layer that vLLM puts in another's place after the taps would also run in ways that no tap sees.
 """
 
 from __future__ import annotations

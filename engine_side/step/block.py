@@ -1,11 +1,11 @@
 """Blocks: the rows of an entry in a step as they lie in the ring, and bursts of them.
 
-A block is the codec's streams one after the other, each ``[layers, rows, *shape]``, then the rows' token ids (int32)
-and positions (int64); every part begins at a multiple of ``ALIGN``. A large block begins at one of ``DISK_ALIGN``: a
-writer may have the disk take its main stream, the first, from the ring itself.
+A block is the codec's streams one after the other, each ``[layers, rows, *shape]``. The rows' token ids (int32) and
+positions (int64) follow. Every part begins at a multiple of ``ALIGN``. A large block begins at a multiple of
+``DISK_ALIGN``: a writer may have the disk take its main stream, the first, from the ring itself.
 
-A burst is one region of the ring for several steps of decode: while the same requests advance by a token a step, no
-rows are selected anew, and one kernel a step and entry (two of a projection) is all that is enqueued. The bytes of a
+A burst is one region of the ring for several steps of decode, while the same requests advance by one token a step. No
+rows are selected anew in it. Each step only enqueues one kernel for each entry (two of a projection). The bytes of a
 burst cross to the host together. Any other step is written as bursts of one step.
 """
 

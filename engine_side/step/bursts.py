@@ -32,9 +32,9 @@ _BURST_S: Final = 0.04  # rows are seen no later than that, and a step
 class Bursts:
     """Bursts that steps of decode continue, and bursts of one step for any other.
 
-    ``batches`` of an engine are under way at once, each of other requests; each has a burst of its own, since its steps
-    come in turns with the others'. Regions of the ring go their way in their order: where one does, those before it do
-    too, and their bursts go on in new ones.
+    ``batches`` of an engine are under way at once, each of other requests. Each has a burst of its own, because its
+    steps come in turns with those of the others. Regions of the ring are sent in their order: where one is sent, those
+    before it are sent too, and their bursts go on in new ones.
     """
 
     to_host: DeviceToHost
@@ -113,7 +113,7 @@ class Bursts:
         self._end(self.running)
 
     def end_of(self, requests: list[str]) -> None:
-        """End the bursts of requests, whose next step is none of theirs; all where no more than one may go on."""
+        """End the bursts of requests whose next step does not continue them; all bursts where only one may go on."""
         if self.running:
             several = self.batches > 1 and not self.layouts.outdated
             there = set(requests) if several else set[str]()
@@ -226,7 +226,9 @@ class Bursts:
         return region
 
     def _await(self, nbytes: int, alignment: int) -> tuple[int, int] | None:
-        """A region once there is room, and note for whom it was waited; None where nobody makes room any more."""
+        """A region once there is room; None where no room will be made any more. Counts the time waited, by what was
+        waited for.
+        """
         ring, counters = self.to_host.ring, self.counters
         counters.waits += 1
         began, region = time.monotonic(), None
@@ -263,7 +265,7 @@ class Bursts:
 
 
 def _lost(entry: Entry, selected: Selected, rows: slice) -> Lost:
-    """The loss of rows at every position that they may have had: no older row may stand for them."""
+    """The loss of rows at every position that they may have had, so that no older row stands for them."""
     slot, position = selected.slot[rows], selected.position[rows]
     if selected.slack is None:
         return Lost(entry, slot, position)

@@ -40,9 +40,9 @@ class End:
 class CaptureLifecycle:
     """Running captures and their requests; the sender is told of every begin, loss and end.
 
-    ``part``: what this rank sends of them; None on an engine of one rank. ``layers``: those of each site that the
-    engine has, of which staging may have some. ``counted``: places, layers by site, of which this rank tells what edits
-    did, where it does not lead.
+    ``part``: what this rank sends of them; None on an engine of one rank. ``layers``: the layers of each site that the
+    engine has; staging may have only some. ``counted``: the places (layers by site) whose counts of edits this rank
+    reports when it does not lead.
     """
 
     to_host: DeviceToHost
@@ -85,7 +85,7 @@ class CaptureLifecycle:
                 Opened(slot, capture, request, ticket.asked, resolved, absent, prompt_token_ids, cached, now,
                        ticket.adapter, edits)
                 if self._leads else Joined(slot, capture, taken.layers, len(prompt_token_ids), edits))
-        except BaseException:  # what nobody heard of takes no rows
+        except BaseException:  # a capture that the sender was not told of takes no rows
             self.captures.close(request)
             raise
         self._ids[request] = capture
@@ -160,7 +160,7 @@ class CaptureLifecycle:
         return self.part is None or self.part.rank == LEADER
 
     def _nobody_takes(self) -> bool:
-        """Whether too much waits for the sender, or for a writer that is away, or nobody sends any more."""
+        """Whether too much waits for the sender or for a writer that is away, or nothing is sent any more."""
         shared, outbox = self.to_host.ring.shared, self.to_host.outbox
         return bool(shared.writer_away or shared.abandoned or (isinstance(outbox, Outbox) and outbox.full))
 

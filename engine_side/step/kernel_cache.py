@@ -73,7 +73,7 @@ class KernelCache:
         return (site, probe.count) if probe else (codec, int(self._staging.buffers[site].shape[-1]))
 
     def _claim(self, codec: str, site: str) -> bool:
-        """Whether there could be a kernel that nobody has asked for; it counts as asked for from now on."""
+        """Whether there could be a kernel that was not requested yet; it counts as requested from now on."""
         kind = self._kind(codec, site)
         if not self.on_device or kind in self._requested:
             return False

@@ -1,11 +1,11 @@
 """Selection of a step's rows that captures want: running captures as arrays by slot, one pass over the rows.
 
-Positions asked for are kept as boundaries ``slot << 32 | position``, sorted, start and stop alternating: a row is
+Positions asked for are kept as boundaries ``slot << 32 | position``, sorted, start and stop alternating. A row is
 wanted where the number of boundaries at or below its own key is odd. So any number of ranges costs one searchsorted.
 
 Under speculative decoding the last rows of a request in a step may be of *drafts*. Under asynchronous scheduling the
-host does not know yet how many of the drafts before were accepted, and takes them all for accepted: a row's position
-may in truth be less by up to *slack*. Such a row is taken where any of its possible positions is wanted; the positions
+host does not know yet how many of the drafts before were accepted, and assumes that all were. A row's true position may
+therefore be less by up to *slack*. Such a row is taken where any of its possible positions is wanted. The positions
 that the model used travel with the rows.
 """
 
@@ -36,10 +36,10 @@ Plan = tuple[Entry, ...]
 class Step:
     """A step of the model as its runner laid it out; a seam makes it.
 
-    ``starts`` [n + 1] rows of each request, ``first`` [n] position of each request's first row (host's view, too high
-    by at most ``slack``), both integers, and good until the runner prepares another step; ``positions`` and
-    ``token_ids`` [rows] the tensors that the model really used; ``drafts`` [n] how many of each request's last rows are
-    guesses of speculative decoding, None for nobody.
+    ``starts`` [n + 1]: rows of each request. ``first`` [n]: position of each request's first row, in the host's view,
+    too high by at most ``slack``. Both are integers, and good until the runner prepares another step. ``positions`` and
+    ``token_ids`` [rows]: the tensors that the model really used. ``drafts`` [n]: how many of each request's last rows
+    are guesses of speculative decoding; None where no request has any.
     """
 
     requests: list[str]
@@ -57,10 +57,10 @@ class Step:
 class Selected:
     """The wanted rows of a step: index into the step's rows, and their columns.
 
-    ``slack`` [rows]: how much less each position may be; None where all are certain. ``steps_unchanged``: for how many
-    steps, this one included, the same rows are wanted with the same flags if every request advances by one token a
-    step; 1 where some computed another number of rows. ``running``: slots of the captures in the step, position of each
-    one's first row.
+    ``slack`` [rows]: how much less each position may be; None where all are certain. ``steps_unchanged``: the number of
+    steps, this one included, in which the same rows are wanted with the same flags, if every request advances by one
+    token a step. It is 1 where a request computed another number of rows, where positions are computed again, and with
+    drafts or slack. ``running``: slots of the captures in the step, position of each one's first row.
     """
 
     row: I64
@@ -134,9 +134,9 @@ class CaptureTable:
                ) -> Selected | None:
         """The wanted rows of a step; None where no capture is in it.
 
-        ``starts`` [n + 1]: rows of request i are ``starts[i]`` … ``starts[i+1]-1``; ``first`` [n]: position of each
-        request's first row, too high by at most ``slack`` once it generates; ``drafts`` [n]: how many of its last
-        rows are guesses, None for nobody.
+        ``starts`` [n + 1]: rows of request i are ``starts[i]`` … ``starts[i+1]-1``. ``first`` [n]: position of each
+        request's first row, too high by at most ``slack`` once it generates. ``drafts`` [n]: how many of its last rows
+        are guesses; None where no request has any.
         """
         slots = np.fromiter(map(self.slot_of.get, requests, repeat(-1)), np.int64, len(requests))
         begin, counts = starts[:-1], starts[1:] - starts[:-1]

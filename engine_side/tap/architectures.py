@@ -292,8 +292,8 @@ def is_known(names: Sequence[str]) -> bool:
 
 
 def family_of(names: Sequence[str], config: object) -> Family:
-    """Family of the first known of a model's architectures, less what ``config`` (vLLM's, or config.json's) takes away;
-    StartError where none is known, or where no site of the model would be what it is called.
+    """Family of the first known of a model's architectures, less what ``config`` (vLLM's, or config.json's) takes away.
+    StartError where none is known, or where no site of the model would be what its name says.
     """
     family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if family is None:

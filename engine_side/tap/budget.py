@@ -38,12 +38,13 @@ def ring_bytes(scratch: int, free: int, rate: float = 0.0) -> int:
 
 
 def ring_choice(scratch: int, free: int, rate: float = 0.0) -> tuple[int, str]:
-    """Bytes of a ring that nobody set, and why so many.
+    """Bytes of a ring whose size is not set, and why so many.
 
-    Room for two full steps, of ``scratch`` bytes each (0 on a CPU). If the store's ``rate`` (bytes a second) is known,
-    it is for more steps, up to four, where a step takes the store longer than a second, since the next prompts come
-    meanwhile; and for what the store takes in half a second, up to a step, which is held until it is synced. At most a
-    quarter of the ``free`` bytes of memory.
+    The ring has room for two full steps, of ``scratch`` bytes each (0 on a CPU). If the store's ``rate`` (bytes a
+    second) is known, there may be more room. It is for up to four steps where the store takes longer than a second for
+    one, because the next prompts come meanwhile. It is also for what the store takes in half a second, up to a step:
+    that is held until it is synced. The ring has at most a quarter of the ``free`` bytes of memory, but never less than
+    ``RING_BYTES_MIN`` nor more than ``RING_BYTES_MAX``.
     """
     if not scratch:
         return RING_BYTES_MIN, "the least, as on every CPU"

@@ -1,8 +1,9 @@
 """Shares: which columns of which layers each rank of an engine sends. Arithmetic alone.
 
 A rank has the layers of its pipeline stage. It has a row's columns by itself, or together with others that have the
-same ones bit for bit: all of its stage where a row is whole on every rank, a few where K/V heads are fewer than ranks.
-Those that have the same columns deal the layers out among themselves, so that each sends what nobody else does.
+same ones bit for bit. These are all ranks of its stage where a row is whole on every rank, and a few where there are
+fewer K/V heads than ranks. Ranks with the same columns deal the layers out among themselves, so that no other rank
+sends the same.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Stage:
 
     @property
     def last(self) -> bool:
-        """Whether tokens are sampled of what leaves it."""
+        """Whether tokens are sampled from the output of this stage."""
         return self.number == self.count - 1
 
     def has(self, site: str, layer: int = 0) -> bool:

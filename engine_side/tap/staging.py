@@ -27,9 +27,9 @@ _POISON = -0.0123456789
 class Staging:
     """The buffers by site; row r of layer l of the current step is ``buffers[site][index(site, l), r]``.
 
-    ``joint``: where q, k and v of the same layers are armed, the one buffer that theirs are parts of: a projection
-    makes them side by side, and one copy a layer takes all three. ``probes`` are sites without a buffer of their own:
-    their scores are made of another's rows.
+    ``joint``: where q, k and v of the same layers are armed, the one buffer that theirs are parts of. A projection
+    makes them side by side, and one copy for each layer takes all three. ``probes`` are sites without a buffer of their
+    own: their scores are made of another site's rows.
     """
 
     buffers: dict[str, torch.Tensor]
@@ -49,8 +49,8 @@ class Staging:
     def of_layer(self, site: str, layer: int) -> torch.Tensor:
         """The buffer [tokens, width] of a layer, always the same tensor: so the compiler sees who reads what.
 
-        It is no view of all layers: what writes into a view the compiler takes for what writes into all that it is a
-        view of, and copies that where it cannot see that nobody reads it.
+        It is no view of the buffer of all layers. The compiler takes a write into a view for a write into the whole
+        tensor behind it. It copies that tensor where it cannot see that nothing else reads it.
         """
         if (site, layer) not in self._of_layer:
             whole, number = (self.joint, self.index(JOINT[0], layer)) if site == "qkv" else (

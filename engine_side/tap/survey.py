@@ -68,5 +68,7 @@ def probe_places(probes: Mapping[Registered, LoadedProbe], survey: Survey) -> li
 
 
 def edited_places(layers: Mapping[str, Sequence[int]]) -> list[tuple[str, int]]:
-    """The places of sites and their layers, each once: of what enters a block that of what the one before hands on."""
+    """The places of sites and their layers, each once: a stream between two blocks counts as the output of the first
+    one.
+    """
     return list(dict.fromkeys(edited_place(site, layer) for site, chosen in layers.items() for layer in chosen))

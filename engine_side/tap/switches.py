@@ -1,4 +1,4 @@
-"""Keys of a model's configuration that change what a place of its family means, or with which nobody tested it.
+"""Keys of a model's configuration that change what a place of its family means, or that were not tested.
 
 vLLM's classes serve more than one kind of model, and a key decides which. Every key that they read is here, or is known
 to change no place (tests/engine_side/tap/test_switches.py lists those, and reads vLLM's code for others).

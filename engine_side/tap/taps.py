@@ -134,10 +134,11 @@ RULES: Final[dict[str, Rule]] = {
 
 
 def rule_of(name: str) -> Rule:
-    """The rule of a name: one of ``RULES``, or one made for what was found by structure.
+    """The rule of a name: one of ``RULES``, or one made for a place that was found by structure.
 
-    ``argument a``, ``arguments a + b`` (what is given of both), ``result 0``, ``results 0 + 1``, ``written a``, each of
-    which may end with ``× factor``; ``result 0 columns 8:16``. An argument without a name is ``*`` and its number.
+    The latter are ``argument a``, ``arguments a + b`` (of both, what is given), ``result 0``, ``results 0 + 1`` and
+    ``written a``. Each may end with ``× factor``. ``result 0 columns 8:16`` is a part of the columns. An argument
+    without a name is ``*`` and its number.
     """
     if name in RULES:
         return RULES[name]
@@ -232,7 +233,7 @@ def _tapped(forward: Forward, taps: list[tuple[str, Rule]]) -> Forward:
     before = [(name, rule) for name, rule in taps if rule.before]
     after = [(name, rule) for name, rule in taps if not rule.before]
 
-    @functools.wraps(forward)  # who wraps it once more has to know the names of its arguments
+    @functools.wraps(forward)  # another wrapper has to know the names of its arguments
     def tapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         for name, rule in before:
             rows = rule.rows(Call(places, args, kwargs))

@@ -1,7 +1,8 @@
 """Calls of the CUDA libraries that vLLM has loaded: copies to pinned memory, and launches of compiled kernels.
 
-A slice on either side and ``copy_`` under another stream cost the step's thread ten times as much as the copy's call
-itself; Triton's launcher asks every tensor for its address, and the driver about that, and gives the interpreter away.
+By torch, a slice on either side and ``copy_`` under another stream cost the step's thread ten times as much as the
+copy's call itself. Triton's launcher asks every tensor for its address, asks the driver about that address, and gives
+the interpreter away.
 """
 
 from __future__ import annotations
@@ -110,7 +111,9 @@ class Launched:
 
 
 def _parameters(function: int) -> int:
-    """Number of a loaded kernel's parameters; -1 where one is wider than a number, or nobody tells (before 12.4)."""
+    """Number of a loaded kernel's parameters; -1 where one is wider than a number, or where the driver cannot tell
+    (before 12.4).
+    """
     ask = getattr(_library("libcuda.so"), "cuFuncGetParamInfo", None)
     if ask is None:
         return -1

@@ -1,13 +1,13 @@
-"""Copies of encoded rows from the device to the ring; where the model runs on the host they are there at once.
+"""Copies of encoded rows from the device to the ring; where the model runs on the host, rows are encoded in the ring.
 
-Rows are encoded on the model's own stream, into scratch: so the next step's graph, which rewrites staging, comes after
-that by the order of the stream alone. Copies to the host have a stream of their own and are enqueued a step late,
-behind what the step before them had to fetch: a device copies in one direction one thing after the other, so the
+Rows are encoded on the model's own stream, into scratch. The next step's graph rewrites staging, and the order of that
+stream alone puts it after the encoding. Copies to the host have a stream of their own. They are enqueued a step late,
+behind what the step before them had to fetch, because a device copies in one direction one thing after the other. The
 sampled tokens that the scheduler waits for would otherwise stand behind a whole prompt's rows.
 
 Two hazards are ordered. Scratch is a ring: the model's stream waits for the copy of what lay there before, by an event.
-Ring memory is read by the sender, which no event can tell in its own process: copies are numbered, and behind each the
-device writes its number beside the ring. A run carries the number of its copy.
+Ring memory is read by the sender, and an event tells nothing in its process. So copies are numbered, and behind each
+the device writes its number beside the ring. A run carries the number of its copy.
 """
 
 from __future__ import annotations

@@ -84,7 +84,8 @@ class ToldEdits:
         return edits
 
     def _read(self) -> tuple[npt.NDArray[np.int32] | None, list[int]]:
-        """Counts by place, and the positions of its condition's switches in their order, −1 for those it has left."""
+        """Counts by place, and the positions where the condition changed, in their order, −1 for each that is unused.
+        """
         if self.numbers is None or self.counted is None:
             return None, []
         shape = len(self.counted.places) + 1, len(self.counted.combinations)

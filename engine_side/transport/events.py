@@ -92,8 +92,8 @@ class Lost(msgspec.Struct, tag=True, array_like=True):
 class EditsCounted(msgspec.Struct, tag=True, array_like=True):
     """Counts of how often a capture's edits were made (``edit_counts``), before its Finished.
 
-    ``count`` int32 lie in the ring once the copies up to ``copied`` are over, nothing where ``mark`` is None: first
-    [places + 1, combinations], then, where it has a condition, the positions where that changed, −1 for none.
+    ``count`` int32 lie in the ring once the copies up to ``copied`` are over; none where ``mark`` is None. First come
+    [places + 1, combinations]. Where the capture has a condition, the positions where that changed follow, −1 for none.
     """
 
     capture: str

@@ -1,7 +1,7 @@
 """The ring: host memory that the device copies into and the writer maps, first in, first out.
 
-The step allocates, the sender's process releases. The memory is a file that both map, and the writer too; it is
-touched once at start, because first touch of fresh pages costs far more than the copies that follow.
+The step allocates, the sender's process releases. The memory is a file that both map, and the writer too. It is touched
+once at start, because the first touch of fresh pages costs far more than the copies that follow.
 """
 
 from __future__ import annotations

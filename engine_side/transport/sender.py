@@ -244,7 +244,7 @@ class Sender:
 
     def _number(self, message: Record | Frame, table: bytes = b"", marks: Sequence[Mark] = ()) -> None:
         """Give a message its number, and keep it."""
-        if self.connection.refused is not None:  # nobody will take it: free the ring, keep nothing
+        if self.connection.refused is not None:  # no writer will take it: free the ring, keep nothing
             self._regions.release(marks)
             self._layers.clear()
             return
@@ -319,7 +319,7 @@ class Sender:
                 logger.error("vllm-tap: the writer refuses this engine (%s): %s", answer.code, answer.reason)
 
     def _begin_again(self) -> None:
-        """Number what still waits in a stream of its own."""
+        """Number the messages that still wait anew, in a new stream."""
         self._record_bytes = self._dropped = 0
         for outgoing in self.window.begin_again():
             if outgoing.frame is not None:
@@ -346,7 +346,9 @@ class Sender:
             self._give_up(outgoing.opens)
 
     def _give_up(self, capture: str) -> None:
-        """The other opened it: what of its rows comes from nobody else is missing for that reason."""
+        """Give up a capture that the other process goes on with: rows that only this process has are missing as
+        ``fenced``.
+        """
         for site, layers in self._layers.pop(capture, {}).items():
             if layers:
                 self._number(Dropped(0, capture, site, layers, 0, limits.position_max, "fenced"))
@@ -369,7 +371,7 @@ class Sender:
 
 
 def _counted_by(info: EngineInfo, rank: int) -> frozenset[tuple[str, int]] | None:
-    """Places of which a rank counts what edits did; None where the leader counts all."""
+    """Places whose counts of edits a rank reports; None where the leader reports all."""
     if info.edits is None or not info.edits.counted:
         return None
     return frozenset((site, layer) for site, layers in info.edits.counted[rank].items() for layer in layers)

@@ -1,7 +1,7 @@
 """The sender in a process of its own, beside the one that runs the steps.
 
-As a thread of that one it costs what it does: a step that takes up a prompt launches hundreds of kernels, each launch
-gives the interpreter away for a moment, and a thread that takes it then makes that moment long
+In a thread of that process, the sender would make steps longer. A step that takes up a prompt launches hundreds of
+kernels, and each launch gives the interpreter away for a moment. A thread that takes it then makes that moment long
 (docs/evidence/performance.md).
 """
 

@@ -1,7 +1,7 @@
 """The file that the step's process and the sender's share: the ring of rows, then a few numbers, then a queue.
 
-Every number has one writer, so no lock is shared and nobody wakes anybody: the step puts its events into memory, and
-the sender looks. The writer of the store maps the ring alone.
+Every number has one writer, so there is no shared lock and no wake-up: the step puts its events into memory, and the
+sender looks there. The writer of the store maps the ring alone.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _LINE: Final = 64  # bytes between numbers, so that their writers do not share a
 _NUMBERS: Final = mmap.PAGESIZE
 _QUEUE: Final = 4 << 20
 _SIZE: Final = 8  # bytes before each event: its length
-_OVERFLOW_MAX: Final = 64 << 20  # of events that the queue has no room for, where nobody takes any
-_STILL_S: Final = 10.0  # after which that is so: many long prompts at once only take the sender a while
+_OVERFLOW_MAX: Final = 64 << 20  # of events that the queue has no room for, where none are taken
+_STILL_S: Final = 10.0  # without a taken event, then none are: many long prompts take the sender a while only
 _FULL: Final = 32 << 20  # of events that wait: nothing more is begun
 
 EXTRA: Final = _NUMBERS + _QUEUE  # bytes of the file beside the ring

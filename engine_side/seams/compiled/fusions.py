@@ -34,16 +34,17 @@ def fuses(passes: Any, *parts: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Places whose rows are what an all-reduce made before a norm adds it to the stream: who reads or changes it there
-    ends the fusion of both. The norm's own sum (``resid_mid``) comes out of the fusion, and may be read.
+    """Places whose rows an all-reduce made, before a norm adds them to the stream. To read or change the rows there
+    ends the fusion of the two. The norm's own sum (``resid_mid``) comes out of the fusion, and may be read.
     """
 
     read: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
 
     def ended_by(self, point: TapPoint, edited: bool) -> bool:
-        """Whether a place ends such a fusion. What a first block is given is fused with a norm that adds nothing, and
-        comes out of that too; so does a sum that the model writes out, which vLLM makes one with its norm before.
+        """Whether a place ends such a fusion. The input of a first block is fused with a norm that adds nothing, and
+        comes out of that fusion too. So does a sum that the model itself writes out, because vLLM first makes it one
+        with its norm.
         """
         if point.site in ("embed", "resid_pre") and point.layer == 0:
             return edited and bool(self.changed)

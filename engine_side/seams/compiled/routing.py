@@ -1,9 +1,10 @@
 """Routers of the compiled model: whether they choose by the numbers of their own tokens.
 
-Inductor may pad the columns of a router's projection to a multiple of 16 bytes and hand on a view of it, if the number
-of experts is no multiple of 8. It decides so by timing, at each compilation. vLLM's kernels that choose experts read
-rows as if nothing lay between them (https://github.com/vllm-project/vllm/issues/56900): all tokens of a step but the
-first are then sent to experts by numbers of other tokens, or by the padding. That is so with taps and without.
+Inductor may pad the columns of a router's projection to a multiple of 16 bytes and hand on a view of it. It may do so
+if the number of experts is not a multiple of 8, and decides by timing at each compilation. vLLM's kernels that choose
+experts read rows as if nothing lay between them (https://github.com/vllm-project/vllm/issues/56900). All tokens of a
+step but the first are then sent to experts by numbers of other tokens, or by the padding. That happens with taps and
+without.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def padded(model: nn.Module) -> dict[str, Any]:
 
 
 def check_routing(routers: dict[str, Any], step: Callable[[], object], armed: list[str]) -> None:
-    """Run a ``step`` of the compiled model, without a graph; StartError where a router of it would choose other experts
-    if the same logits lay side by side, and sites of it are ``armed``. Where none are, a warning.
+    """Run a ``step`` of the compiled model, without a graph. StartError where one of its routers would choose other
+    experts if the same logits lay side by side, and sites of routers are ``armed``. Where none are, a warning.
     """
     with _held_against(routers) as misled:
         step()

@@ -1,5 +1,5 @@
-"""Rules by which vLLM's attention layers weigh keys: told to the writer, so that who reads queries and keys need not
-know it.
+"""Rules by which vLLM's attention layers weigh keys. The writer is told them, so that a reader of queries and keys need
+not know the model.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Keys, values and logits stay finite, whatever edits make of them.
 
-Samplers take an index for the largest of numbers one of which is none that may lie behind the vocabulary, and a model
-that is given such a token reads beyond its embedding: on a GPU that ends the engine.
+Where a logit is NaN, the index that samplers take for the largest may lie behind the vocabulary. A model that is given
+such a token reads beyond its embedding. On a GPU that ends the engine.
 
-vLLM's attention on CPUs multiplies what its mask leaves out by 0, and reads blocks to their end: a NaN that one request
-has left in a block is then in the answer of the next that gets the block, and in what it leaves. Kernels on a GPU take
-what lies behind a request's last token for 0.
+vLLM's attention on CPUs multiplies what its mask leaves out by 0, and reads blocks to their end. So a NaN that one
+request has left in a block gets into the answer of the next request with that block, and into what that one leaves.
+Kernels on a GPU take what lies behind a request's last token for 0.
 """
 
 from __future__ import annotations

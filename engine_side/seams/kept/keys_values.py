@@ -1,8 +1,8 @@
-"""Keys and values on their way into the cache of an engine in this process: each layer's are handed to a function, and
-what it gives back is written, by vLLM's own way of writing, in their slots. Nothing is asked of a backend's layout.
+"""Keys and values on their way into the cache of an engine in this process. A function is handed those of each layer.
+Its results are written into their slots by vLLM's own code, so the layout of a backend's cache need not be known.
 
-Attention must read the cache for the tokens of the step as well; backends of which that is not so are refused. What a
-function changes is outside the compiled graph, so the engine must run without CUDA graphs (``--enforce-eager``).
+Attention must read the cache for the tokens of the step as well; backends that do not are refused. The function's
+changes are outside the compiled graph, so the engine must run without CUDA graphs (``--enforce-eager``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Heads = dict[int, tuple[int, int]]  # by layer its heads of keys, and numbers of
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Keys and values [rows, heads, head] of a layer that go into ``slots`` int64 [rows]; row i is of the position
-    ``positions[i]`` of the request ``requests[owners[i]]``, both int64 [rows] on the host.
+    """Keys and values [rows, heads, head] of a layer that go into ``slots`` int64 [rows]. Row i has position
+    ``positions[i]`` of the request ``requests[owners[i]]``; ``positions`` and ``owners`` are int64 [rows] on the host.
     """
 
     requests: list[str]
@@ -63,7 +63,7 @@ def rewritten(engine: Any, change: Change) -> Iterator[None]:
         return result
 
     def update(layer: int, original: Any, part: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-        if not laid:  # a step of nobody's
+        if not laid:  # a step without requests
             original(part, key, value, cache, slots)
             return
         requests, owners, positions = laid[0]

@@ -14,8 +14,9 @@ __all__ = ["Rotary", "rotaries_of"]
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A layer's: ``table`` float32 [positions, 2 · pairs], cosines and then sines, as the model has them; of a head's
-    numbers the first 2 · pairs are turned, in ``halves`` (the first half with the second) or neighbour with neighbour.
+    """The rotary embedding of a layer. ``table`` float32 [positions, 2 · pairs]: cosines and then sines, as the model
+    has them. The first 2 · pairs numbers of a head are turned: in ``halves``, the first half with the second, or else
+    each number with its neighbour.
     """
 
     table: torch.Tensor

@@ -13,8 +13,8 @@ SHOWN: Final = ("image",)  # kinds of media that were held against Hugging Face
 
 
 def image_positions(features: Iterable[Any]) -> list[tuple[int, int]]:
-    """``[start, stop)`` of the positions that images fill, rising and apart: the places of vLLM's features, less those
-    among them that keep their token's row (a break between lines of an image).
+    """Ranges ``[start, stop)`` of the positions that images fill, rising and apart. They are the places of vLLM's
+    features, less those among them that keep their token's row (a break between lines of an image).
 
     SpecError for other media, and for more ranges than a spec may name.
     """
@@ -35,8 +35,8 @@ def image_positions(features: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 def resend(processor: Any, prompt: Any) -> None:
-    """Let vLLM's front end send the images of a prompt that was refused again: the engine never got them, and a front
-    end takes for granted that it keeps what it was sent once.
+    """Let vLLM's front end send the images of a refused prompt again. The engine never got them, but a front end
+    assumes that the engine keeps what it was sent once.
     """
     cache = getattr(getattr(processor, "renderer", None), "mm_processor_cache", None)
     by_kind = prompt.get("mm_hashes") if isinstance(prompt, dict) else None

@@ -1,5 +1,5 @@
-"""The ranks of an engine, as vLLM has them: who this one is, how wide whole rows are, and what tells the model apart
-from others however many ranks there are. Nothing here is asked in a step.
+"""The ranks of an engine, as vLLM has them: the place of this one, the name of its engine, and the width of whole rows.
+A fingerprint tells the model apart from others, however many ranks there are. No step asks anything here.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def seat_of(parallel: Any) -> Seat:
 
 
 def group_of(vllm_config: Any) -> str:
-    """The name of the engine that this rank is one of: the same on each, another of every other engine; "" of one rank.
+    """The name of the engine of this rank: the same on each of its ranks, another for every other engine; "" for an
+    engine of one rank.
 
-    StartError where who started the engine gave its processes none.
+    StartError where the processes of the engine were given no name.
     """
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size == 1:
@@ -47,12 +48,12 @@ def group_of(vllm_config: Any) -> str:
 
 
 def instance_of(vllm_config: Any) -> str:
-    """The name that this engine's server gave it, "" where it gave none; an engine of one rank has one too, since it
-    does not know whether its server has others.
+    """The name that this engine's server gave it, "" where it gave none. An engine of one rank has a name too, because
+    it does not know whether its server has other engines.
     """
     if not (started := os.environ.get(GROUP, "")):
         return ""
-    # A model without mixtures runs as so many engines that know nothing of each other: each is number 0 of one then.
+    # A model without mixtures runs as several engines that know nothing of each other; each is then number 0 of one.
     parallel = vllm_config.parallel_config
     number = getattr(parallel, "data_parallel_index", getattr(parallel, "data_parallel_rank", 0))
     if not started.startswith(DRAWN):  # who named it did so on every host, each of which has an instance of its own
@@ -61,7 +62,9 @@ def instance_of(vllm_config: Any) -> str:
 
 
 def whole_width(point: TapPoint, model_config: Any) -> int:
-    """Numbers in a whole row of a point, of which the rank may have a share: never of what was found by structure."""
+    """Numbers in a whole row of a point, of which the rank may have a share. A rank has no share of a row that was
+    found by structure.
+    """
     if point.site not in SHARED_OUT or point.source == "structure":
         return point.width
     module = of_model(point.module)
