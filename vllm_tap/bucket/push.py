@@ -150,10 +150,8 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
     try:
         known.touch()
         seen = _look(objects, uuid)
-        if catalog is None and not without_catalog and (place := known.catalog()):
-            raise TapError(f"push to {objects.url}: its catalog is at {place} too, and would fall behind: readers that "
-                           "use it would wait, and then end. Name it with --catalog, or push with --no-catalog if "
-                           "nobody uses it")
+        if catalog is None and not without_catalog:
+            _check_without_catalog(objects, known)
         if (postgres := None if catalog is None else PostgresCatalog(catalog, uuid.hex(), objects)) is not None:
             postgres.check()
         takes_over = take_over and seen.head is not None
@@ -186,6 +184,14 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
     return Pushed(objects.url, made.generation, changed, left.taken, left.left_out, len(used), going.sender.new_blocks,
                   going.sender.new_bytes, superseded, retired, missing, erased,
                   keeps_versions(seen.version or {}), room, brought)
+
+
+def _check_without_catalog(objects: Objects, known: KnownHeads) -> None:
+    """TapError where the last push of this folder brought its catalog to a database."""
+    if place := known.catalog():
+        raise TapError(f"push to {objects.url}: its catalog is at {place} too, and would fall behind: readers that use "
+                       "it would wait, and then end. Name it with --catalog, or push with --no-catalog if nobody uses "
+                       "it")
 
 
 def _bring_catalog(postgres: PostgresCatalog, made: Head, snapshot: Path, before: Head | None
