@@ -134,12 +134,10 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
     the last push of this folder to ``url`` named one, unless ``without_catalog``. After a push that ended with an
     error, another goes on.
 
-    Raises:
-        FencedError: the head is of a later state of the store, or of another folder.
-        OutrunError: another push was first.
-        CatalogError: the database does not get the catalog; the bucket may have the push then.
-        TapError: the service ignores conditions, the bucket holds something else, or the push lacks a catalog as above.
-        StoreError: rows of deleted captures are not erased within a minute; a writer has to run for that.
+    FencedError: the head is of a later state of the store, or of another folder. OutrunError: another push was first.
+    CatalogError: the database does not get the catalog; the bucket may have the push then. TapError: the service
+    ignores conditions, the bucket holds something else, or the push lacks a catalog as above. StoreError: rows of
+    deleted captures are not erased within a minute; a writer has to run for that.
     """
     uuid, owner = read_store_uuid(store), store.stat().st_uid
     if local_bytes is not None and owner != os.geteuid():  # the writer and readers could not read what it leaves
