@@ -86,7 +86,8 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
         begin, _, reason = why.rpartition(FAILED)
         kind = Contradicted if contradicted else StartError
         raise kind(f"{begin}{FAILED}on stage {number} of the pipeline: {reason}" if begin else why) from failed
-    return joined([each for each, _ in told if each is not None])
+    with together():  # so is what follows this
+        return joined([each for each, _ in told if each is not None])
 
 
 def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool, stage: Stage) -> Part:
