@@ -36,7 +36,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--endpoint", metavar="ipc://PATH", help="the writer's socket; none with a bucket")
     parser.add_argument("--upstream", action="append", metavar="URL", help="vLLM's server (default: "
                         "http://127.0.0.1:8101); of several each with its name: --upstream a=URL --upstream b=URL")
-    parser.add_argument("--host", default="127.0.0.1", help="where the service listens; beyond loopback only with keys")
+    parser.add_argument("--host", default="127.0.0.1", help="address of the service; beyond loopback only with keys")
     parser.add_argument("--port", type=int, default=8100, metavar="P", help="0 takes any free one")
     parser.add_argument("--keys", type=Path, metavar="FILE", help="the API keys (default: keys.json of the store, "
                                                                   "if it has one); needed to listen beyond loopback")
@@ -80,12 +80,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
     default = Config.__dataclass_fields__
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="of a bucket, also of rows that were evicted to one: "
-                        "the folder on a local disk that rows are kept in (default: ~/.cache/vllm-tap)")
-    parser.add_argument("--cache-bytes", type=int, metavar="N", help="of a bucket: at most so many bytes of them "
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="folder on a local disk for rows of a bucket, also of "
+                        "those that were evicted to one (default: ~/.cache/vllm-tap)")
+    parser.add_argument("--cache-bytes", type=int, metavar="N", help="bytes of that folder at most "
                         f"(default: {limits.bucket_cache_bytes})")
-    parser.add_argument("--catalog", metavar="URL", help="of a bucket: the Postgres database that vllm-tap push "
-                        "--catalog brings its catalog to, postgresql://USER@HOST/DATABASE")
+    parser.add_argument("--catalog", metavar="URL", help="Postgres database that has a bucket's catalog "
+                        "(vllm-tap push --catalog brings it), postgresql://USER@HOST/DATABASE")
     parser.add_argument("--bucket-look-s", type=float, metavar="S", help="look for a newer head so often (default: "
                         f"{default['bucket_look_s'].default:g})")
     parser.add_argument("--bucket-answer-s", type=float, metavar="S", help="give up a read of the bucket after so long "

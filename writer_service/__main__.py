@@ -25,12 +25,12 @@ def flags() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m writer_service", description="The writer of a store.")
     parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="the folder of captures; one "
                         "writer at a time")
-    parser.add_argument("--endpoint", required=True, metavar="ipc://PATH", help="where it listens, in a "
-                        "folder of mode 0700")
+    parser.add_argument("--endpoint", required=True, metavar="ipc://PATH", help="its socket, in a folder "
+                        "of mode 0700")
     parser.add_argument("--listen", default="", metavar="tcp://HOST:PORT",
-                        help="for engines on other hosts; with --curve")
+                        help="address for engines on other hosts; with --curve")
     parser.add_argument("--curve", type=Path, metavar="DIR", help="keys of those engines: `vllm-tap curve-keys NAME`")
-    parser.add_argument("--durability", default="fsync", help="what an acknowledgement means: fsync, on the disk; os, "
+    parser.add_argument("--durability", default="fsync", help="meaning of an acknowledgement: fsync, on the disk; os, "
                         "with the operating system")
     parser.add_argument("--segment-bytes", type=int, default=limits.segment_bytes_target, metavar="N",
                         help="seal a file at N bytes")
@@ -45,7 +45,7 @@ def flags() -> argparse.ArgumentParser:
                         help="take no rows of new captures while the store's rows take more than N bytes")
     parser.add_argument("--metrics-port", type=int, default=0, metavar="P", help="metrics for Prometheus; 0 for none")
     parser.add_argument("--metrics-host", default="127.0.0.1", metavar="HOST",
-                        help="where metrics answer, to anybody: no key is asked")
+                        help="address of the metrics; no key is asked there")
     parser.add_argument("--log-format", default="text", help="text or json, on standard error")
     parser.add_argument("--keep-s", type=float, default=1.0, metavar="S", help="seconds between two rounds of erasing")
     return parser

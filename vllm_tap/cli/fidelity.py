@@ -56,14 +56,15 @@ def fidelity(
     sae: Annotated[list[str] | None, typer.Option(
         help="An autoencoder in SAELens's format: FOLDER@resid_post.12; repeatable.")] = None,
     modes: Annotated[str, typer.Option(
-        help="Of kv: snapshot, direct, in-forward (default: these three), rolling.")] = "",
-    window: Annotated[int | None, typer.Option(help="Of kv with rolling: positions that stay exact before a step "
+        help="Modes of kv: snapshot, direct, in-forward (default: these three), rolling.")] = "",
+    window: Annotated[int | None, typer.Option(help="Positions that stay exact before a step, in kv's mode rolling "
                                                "(default: half of the context, at most 128).")] = None,
     engine_dtypes: Annotated[str, typer.Option(
-        help="Of kv: vLLM's own dtypes of the cache (--kv-cache-dtype), such as fp8, each in another engine.")] = "",
-    parts: Annotated[str, typer.Option(help="Of kv: kv, k, v: both, keys or values alone (default: all three).")] = "",
+        help="Dtypes of vLLM's own cache (--kv-cache-dtype) for kv, such as fp8, each in another engine.")] = "",
+    parts: Annotated[str, typer.Option(
+        help="Parts of the cache for kv: kv, k, v: both, keys or values alone (default: all three).")] = "",
     codec: Annotated[list[str] | None, typer.Option(
-        help="Of kv: a codec of your own, NAME=PACKAGE.MODULE:CLASS; repeatable.")] = None,
+        help="Measure a codec of your own with kv, NAME=PACKAGE.MODULE:CLASS; repeatable.")] = None,
 ) -> None:
     """Measure what codecs cost MODEL.
 

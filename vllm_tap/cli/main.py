@@ -93,7 +93,7 @@ def serve(
     vector: Vectors = None,
     max_model_len: MaxModelLen = None,
     on_full: Annotated[OnFull, typer.Option(
-        help="If rows come faster than the disk takes them: drop rows, which manifests name, or let generation wait.")]
+        help="Rows that come faster than the disk takes them: drop them (manifests say so), or let generation wait.")]
         = OnFull.drop,
     ring_bytes: Annotated[str | None, typer.Option(
         help="Bytes of encoded rows that may wait for the writer, such as 4GiB (default: the engine's own).")] = None,
@@ -164,7 +164,7 @@ def capture(
     positions: Annotated[str, typer.Option(
         help='Positions to capture: "all", "prompt", "generated", "last_prompt", "0,5" or "[[0, 8]]".')] = "all",
     codec: Annotated[str | None, typer.Option(
-        help=f"How rows are stored: {', '.join(CODECS)}; with parameters as in rp8:k=256,seed=3 "
+        help=f"Codec of the stored rows: {', '.join(CODECS)}; with parameters as in rp8:k=256,seed=3 "
              f"(default: {DEFAULT_CODEC}).")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each prompt.")] = 16,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling; 0 is greedy.")] = 0.0,
@@ -184,9 +184,9 @@ def capture(
         help="A file to write {line, capture, text, …} to, as JSON lines (default: none).")] = None,
     durability: Annotated[Durability, typer.Option(
         help="When a row counts as safe: fsync, on the disk; os, with the operating system.")] = Durability.fsync,
-    split: Annotated[str | None, typer.Option(help="Of a dataset: its split (default: train).")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a dataset (default: train).")] = None,
     column: Annotated[str | None, typer.Option(
-        help="Of a dataset: the column of prompts (default: prompt, messages, prompt_token_ids, text or input_ids).")]
+        help="Column of prompts in a dataset (default: prompt, messages, prompt_token_ids, text or input_ids).")]
         = None,
     limit: Annotated[int | None, typer.Option(help="Take at most so many prompts.")] = None,
     activation_capture: Annotated[bool, typer.Option(

@@ -49,7 +49,7 @@ AnyStores = Annotated[list[str], typer.Option(
     "URL of one in a bucket, as s3://BUCKET/PREFIX (VLLM_ACT_OUTDIR names it too); s3://BUCKET/PREFIX/* is all one "
     "level below; repeatable: all are read as one.")]
 Catalog = Annotated[str | None, typer.Option(
-    "--catalog", metavar="URL", help="Of stores in a bucket: the Postgres database that has their catalogs, "
+    "--catalog", metavar="URL", help="Postgres database that has the catalogs of stores in a bucket, "
                                      "postgresql://USER@HOST/DATABASE.")]
 ActMode = Annotated[str | None, typer.Option(
     help=f"Legacy codec: {', '.join(f'{mode} ({CODECS[mode].error})' for mode in MODES)}.")]

@@ -28,7 +28,7 @@ def sizes(
     sites: Annotated[str | None, typer.Option(
         help="Sites to capture, comma-separated (default: resid_post, or all that --arm names).")] = None,
     layers: Annotated[str, typer.Option(help='Layers to capture: "all", "0,4,8" or "0:32:4".')] = "all",
-    codec: Annotated[str, typer.Option(help="How rows are stored.")] = DEFAULT_CODEC,
+    codec: Annotated[str, typer.Option(help="Codec of the stored rows.")] = DEFAULT_CODEC,
     arm: Annotated[str | None, typer.Option(
         help="Sites armed when the engine starts, as in serve (default: the captured sites and layers).")]
         = None,

@@ -34,16 +34,17 @@ def check(
     store: Store = Path("captures"),
     json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     bucket: Annotated[str | None, typer.Option(
-        "--bucket", metavar="URL", help="What vllm-tap push brought to a bucket, in the store's place.")] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Of a bucket: read every byte of rows too.")] = False,
+        "--bucket", metavar="URL", help="Check the bucket that vllm-tap push brought the store to, not the store.")
+        ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte of rows too; with --bucket.")] = False,
     orphans: Annotated[bool, typer.Option(
-        "--remove-orphans", help="Of a bucket: delete what no head names; safe while others push.")] = False,
+        "--remove-orphans", help="Delete objects that no head names; safe while others push; with --bucket.")] = False,
     older_than: Annotated[str, typer.Option(
-        "--older-than", metavar="TIME", help="Only orphans written longer ago: 30m, 12h, 1d.")] = "1d",
+        "--older-than", metavar="TIME", help="Delete only orphans that were written longer ago: 30m, 12h, 1d.")] = "1d",
     forget: Annotated[str | None, typer.Option(
-        "--forget", metavar="PUSH", help="Of a bucket: give up a head that was taken over from.")] = None,
+        "--forget", metavar="PUSH", help="Give up a head that was taken over from; with --bucket.")] = None,
     catalog: Annotated[str | None, typer.Option(
-        "--catalog", metavar="URL", help="Of a bucket: its catalog in Postgres must be the same, row for row: "
+        "--catalog", metavar="URL", help="Compare the bucket's catalog in Postgres too, row for row: "
                                          "postgresql://USER@HOST/DATABASE.")] = None,
 ) -> None:
     """Check every byte of a store, or what is in a bucket, and name what is bad. Exit code 1 where something is."""
