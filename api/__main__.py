@@ -80,8 +80,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
     default = Config.__dataclass_fields__
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="folder on a local disk for rows of a bucket, also of "
-                        "those that were evicted to one (default: ~/.cache/vllm-tap)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="folder on a local disk for rows of a bucket, and "
+                        "of those that were evicted to one (default: ~/.cache/vllm-tap)")
     parser.add_argument("--cache-bytes", type=int, metavar="N", help="bytes of that folder at most "
                         f"(default: {limits.bucket_cache_bytes})")
     parser.add_argument("--catalog", metavar="URL", help="Postgres database that has a bucket's catalog "
