@@ -190,10 +190,8 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     def ticketed(self: Any, extra: dict[str, Any], request_id: str, prompt: Any, params: Any, *args: Any,
                  **kwargs: Any) -> Any:
         own = KEY in extra
-        # Without a spec there is no id that the prompts of a list could share, and no such mark.
-        listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
-        text = admission.admit(extra[KEY] if own else self.vllm_tap.capture_all, extra.get(COUNT_KEY), n=params.n,
-                           prompt_number=int(listed[1]) if listed else 0, shape=self.vllm_tap_shape)
+        if (text := _admitted(self, extra, request_id, params)) is None:
+            return original(self, request_id, prompt, params, *args, **kwargs)
         rest = {key: value for key, value in extra.items() if key not in (KEY, COUNT_KEY, LISTED_KEY)}
         request = None
         try:
@@ -213,6 +211,23 @@ def _process_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
         return request
 
     return process_inputs
+
+
+def _admitted(processor: Any, extra: dict[str, Any], request_id: str, params: Any) -> str | None:
+    """The ticket of a request by its own spec, or by everybody's: None where it cannot have that one, which is counted.
+
+    SpecError where its own cannot be had.
+    """
+    # Without a spec there is no id that the prompts of a list could share, and no such mark.
+    listed = _COMPLETION.fullmatch(request_id) if LISTED_KEY in extra else None
+    try:
+        return admission.admit(extra.get(KEY, processor.vllm_tap.capture_all), extra.get(COUNT_KEY), n=params.n,
+                               prompt_number=int(listed[1]) if listed else 0, shape=processor.vllm_tap_shape)
+    except SpecError as error:
+        if KEY in extra:
+            raise
+        admission.count_uncaptured(error.reason)
+        return None
 
 
 def _images(request: Any) -> list[tuple[int, int]]:
@@ -301,11 +316,11 @@ def _is_captured(processor: Any, extra: dict[str, Any], params: Any, in_pieces: 
         admission.check_names(extra)
         if config is None or not config.capture_all:
             return False
-        if not hasattr(params, "n"):
-            admission.count_uncaptured("it asks for a pooled vector, and has no samples")
-        elif in_pieces:
-            admission.count_uncaptured("its prompt is streamed in parts")
-        return hasattr(params, "n") and not in_pieces
+        lack = ("it asks for a pooled vector, and has no samples" if not hasattr(params, "n") else
+                "its prompt is streamed in parts" if in_pieces else "")
+        if lack:
+            admission.count_uncaptured(lack)
+        return not lack
     if config is None:
         raise SpecError("", extra[KEY], "this engine was started without taps; create it inside "
                                         "vllm_tap.recording(), or start it with VLLM_TAP_ENDPOINT set")

@@ -13,6 +13,7 @@ from engine_side.front import admission
 from engine_side.seams.front_end import _hand_on, _process_inputs
 from schemas.edits.resolved import Edits
 from schemas.errors import EditError, SpecError
+from schemas.limits import capture_samples_max
 from schemas.spec import Armed
 from tests.support.processes import free_port
 from tests.support.store_helpers import WriterProcess, until
@@ -49,7 +50,9 @@ def feature(kind: str) -> Any:
 def test_what_cannot_be_captured_though_all_is_to_be_is_served_logged_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A prompt with a video, of embeddings, in parts, for a pooled vector: in the writer's metric, in the log once."""
+    """A prompt with a video, of embeddings, in parts, for a pooled vector, for too many samples: in the writer's
+    metric, in the log once.
+    """
     port = free_port()
     served = {"video": ([1, 2], [feature("video")]), "embeds": (None, []), "text": ([1, 2], []),
               "image": ([1, 2], [feature("image")])}
@@ -73,15 +76,20 @@ def test_what_cannot_be_captured_though_all_is_to_be_is_served_logged_and_counte
                 for kind in ("video", "video", "embeds", "text", "image"):
                     extra = ask(kind, Params(n=1, extra_args=None)).sampling_params.extra_args or {}
                     assert ("capture" in extra) is (kind in ("text", "image"))
+                request = ask("text", Params(n=capture_samples_max + 1, extra_args=None))
+                assert request.sampling_params.extra_args is None, "as it came"
                 ask("text", Params(n=1, extra_args=None), resumable=True)
                 ask("text", SimpleNamespace())
             for words, times in (("a prompt with video", 1), ("a prompt of embeddings", 1), ("streamed", 1),
-                                 ("a pooled vector", 1), ("not captured, though all are to be", 4)):
+                                 ("a pooled vector", 1), ("the captures of the whole request", 1),
+                                 ("not captured, though all are to be", 5)):
                 assert caplog.text.count(words) == times, (words, caplog.text)
             for kind, says in (("video", "a prompt with video"), ("embeds", "a prompt of embeddings")):
                 with pytest.raises(SpecError, match=says):
                     ask(kind, Params(n=1, extra_args={"capture": {}}))
-            assert until(lambda: scrape(port)["vllm_tap_writer_requests_uncaptured_total"] == 5, 30)
+            with pytest.raises(SpecError, match="the captures of the whole request"):
+                ask("text", Params(n=capture_samples_max + 1, extra_args={"capture": {}}))
+            assert until(lambda: scrape(port)["vllm_tap_writer_requests_uncaptured_total"] == 6, 30)
         finally:
             admission.use(*before)
         writer.stop()
