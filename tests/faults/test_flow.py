@@ -8,7 +8,6 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +23,8 @@ from schemas.wire.messages import Finish, Open, encode
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
-from tests.support.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.support.forked import tap
+from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from vllm_tap.loader.dataset import RowDataset
 from vllm_tap.loader.dataset import rows as training_rows
 from writer_service.tools.fsck import fsck
@@ -179,8 +179,7 @@ def test_row_06_a_check_where_what_was_erased_lies_on_a_full_tmpfs(
     nursery: Nursery, tmp_path: Path, record_property: Record
 ) -> None:
     with erased_on_a_full_disk(nursery, tmp_path / "disk") as (store, _, _):
-        done = subprocess.run([sys.executable, "-m", "vllm_tap", "fsck", "--store", str(store)],
-                              capture_output=True, text=True, cwd=ROOT, timeout=60)
+        done = tap("fsck", "--store", store)
         assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
     record_property("times", "one check")
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -18,6 +16,7 @@ import httpx
 
 from api.auth.keys import make_key
 from schemas.store.paths import KEYS_FILE
+from tests.support.forked import started
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +27,7 @@ class Process:
     def __init__(self, args: list[str], log: Path) -> None:
         self.log = log
         with log.open("ab") as errors:
-            self.child = subprocess.Popen([sys.executable, "-m", *args], cwd=ROOT, stdout=subprocess.PIPE,
-                                          stderr=errors, text=True,
-                                          env={**os.environ, "PYTHONUNBUFFERED": "1"})
+            self.child = started(args[0], args[1:], errors, PYTHONUNBUFFERED="1")
         self.ready = threading.Event()
         self.said = ""
         self.listener = threading.Thread(target=self._listen, daemon=True)

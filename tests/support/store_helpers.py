@@ -44,6 +44,7 @@ from schemas.wire.messages import (
     encode,
 )
 from schemas.wire.row_table import FLAG_DRAFT, RowTable
+from tests.support.forked import started
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "support" / "writers"  # writers that fail, are slow, lack something
@@ -93,14 +94,10 @@ class WriterProcess:
 
     def start(self) -> None:
         """Start it and wait until it can receive."""
-        program = [str(self.script)] if self.script else ["-m", "writer_service"]
-        self.process = subprocess.Popen(
-            [sys.executable, *program, "--store", str(self.store), "--endpoint", self.endpoint, *self.flags],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        args = ["--store", str(self.store), "--endpoint", self.endpoint, *self.flags]
+        self.process = started("writer_service", args) if self.script is None else subprocess.Popen(
+            [sys.executable, str(self.script), *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            text=True)
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], 30)
         line = self.process.stdout.readline() if ready else ""

@@ -6,8 +6,6 @@ import asyncio
 import json
 import re
 import stat
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +39,7 @@ from schemas.store.paths import KEYS_FILE
 from schemas.wire.control_channel import ControlChannel
 from tests.support.api_stack import ROOT, Stack, running
 from tests.support.engines.engine_player import WIDTH
+from tests.support.forked import tap
 from tests.support.store_helpers import until
 from vllm_tap.client.client import Client
 from vllm_tap.errors import NotFound, ServiceError
@@ -405,11 +404,6 @@ def test_a_file_that_comes_back_counts_again(tmp_path: Path) -> None:
     assert keys.owner(key) is None
     file.chmod(0o600)
     assert keys.owner(key) == "ann"
-
-
-def tap(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, arguments)], cwd=ROOT, capture_output=True,
-                          text=True, timeout=60)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_probes_that_cannot_be_had(stack: Stack, capture: dict[str, Any], param:
 
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running(tmp_path_factory.mktemp("slow"), program="tests.support.slow_reads") as stack:
+    with running(tmp_path_factory.mktemp("slow"), program="tests.programs.slow_reads") as stack:
         yield stack
 
 

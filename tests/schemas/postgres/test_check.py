@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,8 @@ from schemas.postgres.connection import CatalogUrl
 from schemas.postgres.layout import schema_of
 from schemas.read.captures import read_store_uuid
 from tests.schemas.postgres.server import PostgresServer
+from tests.support.forked import tap
 from tests.support.processes import free_port
-from tests.support.store_helpers import ROOT
 from tests.vllm_tap.bucket.conftest import Sample, grow
 from vllm_tap.bucket.check import BucketReport, check
 from vllm_tap.bucket.push import push
@@ -34,8 +33,7 @@ def change(postgres: PostgresServer, catalog: str, store: Path, *statements: str
         postgres.sql(statement.replace("{}", schema_of(read_store_uuid(store).hex())), catalog.rpartition("/")[2])
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "vllm_tap", "fsck", *words], cwd=ROOT, capture_output=True, text=True)
+command = partial(tap, "fsck")
 
 
 def test_what_was_pushed_is_the_same_whatever_the_rows_are(many: Path, tmp_path: Path, catalog: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import subprocess
-import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from schemas.ids import new_ulid
 from schemas.objects.layout import HEAD, INDEX
 from schemas.objects.objects import Objects
 from tests.support.buckets import FaultProxy
+from tests.support.forked import tap
 from tests.support.store_helpers import WriterProcess
 from tests.vllm_tap.bucket.conftest import Sample, grow
 from tests.vllm_tap.bucket.test_fencing import assert_equal, copy, head_of
@@ -197,9 +197,7 @@ def test_without_a_head_nothing_is_removed(store: Path, tmp_path: Path) -> None:
 
 
 def test_the_command(store: Path, tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "vllm_tap", "fsck", *arguments], capture_output=True, text=True)
-
+    run = partial(tap, "fsck")
     url, bucket = (tmp_path / "bucket").as_uri(), tmp_path / "bucket"
     push(store, url)
     compact(store)

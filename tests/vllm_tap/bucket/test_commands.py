@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from schemas.errors import BucketError, NotFoundError, StoreError, TapError
-from tests.support.store_helpers import ROOT
+from tests.support.forked import tap
 from tests.vllm_tap.bucket.conftest import Sample
 from vllm_tap.bucket.push import push
 from vllm_tap.cli.main import app
@@ -49,8 +46,7 @@ def test_exports_are_those_of_the_folder(format: str, sample: Sample, store: Pat
 
 
 def test_the_variable_names_a_bucket_too_and_a_head_that_was_taken_over_from(sample: Sample, pushed: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "vllm_tap", "ls", "--json", "--limit", "1"], cwd=ROOT, text=True,
-                          capture_output=True, env={**os.environ, "VLLM_ACT_OUTDIR": pushed})
+    done = tap("ls", "--json", "--limit", "1", VLLM_ACT_OUTDIR=pushed)
     assert done.returncode == 0 and done.stdout.startswith('{"id":'), done
     with pytest.raises(BucketError, match="was it removed"):
         app(["ls", "--store", f"{pushed}#{'0' * 32}"], standalone_mode=False)

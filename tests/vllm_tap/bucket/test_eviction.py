@@ -27,6 +27,7 @@ from schemas.objects.objects import Objects
 from schemas.read.reader import StoreReader
 from schemas.store.paths import block_name, evicted_name, redo_name
 from tests.support.buckets import FaultProxy
+from tests.support.forked import tap
 from tests.support.store_helpers import ROOT, SITE, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, _is_erased, erase, grow
 from tests.vllm_tap.bucket.test_api import beside
@@ -531,10 +532,6 @@ def test_a_record_that_cannot_be_read_is_named(store: Path, sample: Sample, tmp_
 
 def test_the_commands(sample: Sample, store: Path, tmp_path: Path) -> None:
     url = (tmp_path / "bucket").as_uri()
-
-    def tap(*args: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, args)], capture_output=True, text=True,
-                              cwd=ROOT)
 
     done = tap("push", store, url, "--local-bytes", "1KB")
     assert done.returncode == 0 and "blocks evicted" in done.stdout, done

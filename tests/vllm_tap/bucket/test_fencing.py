@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from schemas.objects.objects import Objects, Version
 from schemas.read.reader import StoreReader
 from schemas.store.paths import pushed_name
 from tests.support.buckets import FaultProxy
+from tests.support.forked import tap
 from tests.support.store_helpers import ROOT, SITE
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_push import keys
@@ -339,9 +341,7 @@ def test_a_lost_answer_while_a_copy_pushes(store: Path, s3: FaultProxy) -> None:
 
 
 def test_the_command_takes_over(store: Path, tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "vllm_tap", "push", *arguments], capture_output=True, text=True)
-
+    run = partial(tap, "push")
     url = (tmp_path / "bucket").as_uri()
     other = copy(store, "other")
     later = grow(store)

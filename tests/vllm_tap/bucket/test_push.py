@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gzip
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from schemas.objects.layout import HEAD, INDEX
 from schemas.objects.objects import Objects, Version
 from schemas.read.reader import StoreReader
 from tests.support.buckets import FaultProxy
+from tests.support.forked import tap
 from tests.support.store_helpers import SITE, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, grow
 from tests.writer_service.tools.test_fsck import edit, flip
@@ -220,9 +220,7 @@ def test_the_index_is_held_against_the_block(cold: Path, tmp_path: Path) -> None
 
 
 def test_the_command(store: Path, tmp_path: Path) -> None:
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "vllm_tap", "push", *arguments], capture_output=True, text=True)
-
+    run = partial(tap, "push")
     url = (tmp_path / "bucket").as_uri()
     done = run(str(store), url)
     assert done.returncode == 0 and "generation 1; 7 captures in" in done.stdout, done.stderr

@@ -33,6 +33,7 @@ from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
 from schemas.wire.messages import Own
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded
+from tests.support.forked import tap
 from tests.support.processes import free_port, runs
 from tests.vllm_tap.serve.test_supervisor import until
 from vllm_tap import AsyncClient, Client, open_store
@@ -55,12 +56,6 @@ from vllm_tap.tiny_model import tiny_model
 from writer_service.recover.store_lock import is_free
 
 ROOT = Path(__file__).parents[3]
-
-
-def tap(*arguments: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``vllm-tap`` to its end."""
-    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, arguments)], capture_output=True, text=True,
-                          cwd=cwd, timeout=300, env={**os.environ, **environment})
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *words: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +19,7 @@ from schemas.errors import TapError
 from schemas.ids import new_ulid
 from schemas.manifest import FINAL
 from schemas.zarr_view.view import NotFinalError
+from tests.support.forked import tap
 from tests.support.store_helpers import SITE, Sender, WriterProcess, until
 from vllm_tap import Store, open_store
 from vllm_tap.export.array_files import replacing_folder
@@ -59,8 +58,7 @@ def wanted(store: Store, capture: str, layers: list[int]) -> np.ndarray:
 
 def test_the_command_writes_a_folder_that_others_read(store: Store, tmp_path: Path) -> None:
     capture = ids(store)[0]
-    done = subprocess.run([sys.executable, "-m", "vllm_tap", "export", capture, "--store", store.path.resolve(),
-                           "--format", "zarr"], cwd=tmp_path, capture_output=True, text=True)
+    done = tap("export", capture, "--store", store.path.resolve(), "--format", "zarr", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{capture}.zarr\n"), done.stderr
     folder = tmp_path / f"{capture}.zarr"
     values = wanted(store, capture, [0, 1, 2, 3])

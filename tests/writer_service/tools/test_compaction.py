@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ from schemas.read import row_reader as reader_module
 from schemas.read.reader import LiveRows, StoreReader, read_store_uuid
 from schemas.store.cold_block import CHUNK_ROWS, ColdBlock, open_cold
 from tests.support.consistency import assert_consistent, dump
-from tests.support.store_helpers import PROGRAMS, ROOT, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.support.forked import tap
+from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.support.writers.power import Certain
 from tests.writer_service.tools.test_fsck import edit, flip
 from tests.writer_service.upkeep.test_erasing import Killed, cut_short, look_after
@@ -472,10 +472,6 @@ def test_a_damaged_block_is_left_as_it_is(sample: Sample, store: Path) -> None:
     names = sorted(path.name for path in (store / "blocks").iterdir())
     assert names == ["w0-00000001.zarr", "w0-00000005.zarr", "w0-00000006.zarr"]
     assert answers(store, {"again": sample.captures["again"]}) == before
-
-
-def tap(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, args)], capture_output=True, text=True, cwd=ROOT)
 
 
 def test_the_command(sample: Sample, store: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,8 @@ import pytest
 from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from tests.support.store_helpers import ROOT, SITE, Sender, WriterProcess, assert_rows, until
+from tests.support.forked import tap
+from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
 from writer_service import fs
 from writer_service.recover.recovery import recover
 from writer_service.tools.findings import Finding, ranges
@@ -138,10 +137,6 @@ def test_a_catalog_that_says_other_rows(sample: Sample, store: Path) -> None:
     fs.close(done.state.lock)
     assert done.compared and done.differences == {"extents": (1, 1)}
     assert fsck(store).bad == []
-
-
-def tap(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, args)], capture_output=True, text=True, cwd=ROOT)
 
 
 def test_the_commands(sample: Sample, store: Path) -> None:

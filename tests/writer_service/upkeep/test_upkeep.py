@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,8 +18,8 @@ from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from schemas.wire.messages import Delete, Hold, Open
 from tests.support.consistency import assert_consistent, assert_rebuilt_equal, dump
+from tests.support.forked import tap
 from tests.support.store_helpers import (
-    ROOT,
     SITE,
     Sender,
     WriterProcess,
@@ -199,10 +197,6 @@ def test_over_quota(tmp_path: Path) -> None:
         out = writer.stop()
     assert "rows_over_quota=64" in out
     assert_consistent(store)
-
-
-def tap(*args: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "vllm_tap", *map(str, args)], capture_output=True, text=True, cwd=ROOT)
 
 
 def test_the_commands_with_a_writer_and_without(tmp_path: Path) -> None:

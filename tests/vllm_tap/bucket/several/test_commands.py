@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from schemas.errors import NotFoundError, TapError
-from tests.support.store_helpers import ROOT
+from tests.support.forked import tap
 from tests.vllm_tap.bucket.several.conftest import Nodes
 from vllm_tap.cli.main import app
 
@@ -69,12 +66,10 @@ def test_a_dataset_is_of_all(nodes: Nodes, stores: list[str], tmp_path: Path) ->
 
 def test_the_variable_names_one_store_also_with_spaces(nodes: Nodes, tmp_path: Path) -> None:
     place = shutil.copytree(nodes.stores["a"], tmp_path / "with a space")
-    done = subprocess.run([sys.executable, "-m", "vllm_tap", "ls", "--json"], cwd=ROOT, text=True, capture_output=True,
-                          env={**os.environ, "VLLM_ACT_OUTDIR": str(place)})
+    done = tap("ls", "--json", VLLM_ACT_OUTDIR=str(place))
     assert [json.loads(line)["id"] for line in done.stdout.splitlines()] == nodes.captures["a"][::-1], done
     more = [option for name in "bc" for option in ("--store", str(nodes.stores[name]))]
-    both = subprocess.run([sys.executable, "-m", "vllm_tap", "ls", "--json", *more], cwd=ROOT, text=True,
-                          capture_output=True, env={**os.environ, "VLLM_ACT_OUTDIR": str(place)})
+    both = tap("ls", "--json", *more, VLLM_ACT_OUTDIR=str(place))
     assert len(both.stdout.splitlines()) == 14, both
 
 
