@@ -253,7 +253,7 @@ def test_messages_are_quoted_as_the_code_says_them() -> None:
 
 
 # Pages of plain sentences: others join as they are rewritten.
-PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
+PLAIN: Final = ("CONTRIBUTING.md", "README.md", "SECURITY.md", *(f"docs/{page}" for page in (
     "index.md", "concepts.md", "tutorials/first-capture.md", "tutorials/logit-lens.md", "howto/attention.md",
     "howto/buckets.md", "howto/coming-from.md", "howto/containers.md", "howto/edits.md", "howto/extend.md",
     "howto/look-inside.md", "howto/operate.md", "howto/patching.md", "howto/postgres.md", "howto/probes.md",
@@ -263,8 +263,9 @@ PLAIN: Final = ("README.md", "SECURITY.md", *(f"docs/{page}" for page in (
     "explain/walk.md", "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md",
     "reference/errors.md", "reference/limits.md", "reference/metrics.md", "reference/operations.md",
     "reference/protocol.md", "reference/settings.md", "reference/sizes.md", "reference/spec.md", "reference/store.md",
-    "evidence/faults.md", "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/performance.md",
-    "evidence/production-checklist.md")), *HTTP)
+    "evidence/faults.md", "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/parity.md",
+    "evidence/performance.md", "evidence/production-checklist.md", "notes/2026-11-decode-step.md",
+    "notes/open-ends.md")), *HTTP)
 WORDS_MAX: Final = 30  # of a sentence; 25 is the aim
 _CLAUSE: Final = re.compile(r"\*?(What|Who|Whoever|Whatever|Where) ")
 

@@ -20,13 +20,13 @@ Errors = dict[str, dict[str, dict[str, float]]]
 
 HEADING = """# Parity
 
-Rows captured from real vLLM (`raw`) against a Hugging Face forward in float32 of the same tokens, every position. The
-figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖, of all rows of all captures. The models are small (three
-layers), with random weights, made by Hugging Face's own classes. `make parity` regenerates this page from what it
-measures on the machine it runs on, and keeps in docs/evidence/parity.json what other machines measured.
+This page compares rows captured from real vLLM (`raw`) with a Hugging Face forward in float32 of the same tokens, at
+every position. The figure is the worst row's error over its length, ‖x − x̂‖ / ‖x̂‖, of all rows of all captures. The
+models are small (three layers) and have random weights. Hugging Face's own classes make them. `make parity` regenerates
+this page from the figures of its own machine. docs/evidence/parity.json keeps the figures of other machines.
 
-Each feature is made to happen, and the test fails if it did not: preemptions and accepted and rejected drafts are
-counted by vLLM's own metrics, cached tokens by its outputs.
+Each feature is made to happen, and the test fails if it did not. vLLM's own metrics count preemptions and accepted and
+rejected drafts. Its outputs count cached tokens.
 
 | what | compared with | where |
 |---|---|---|
@@ -127,11 +127,11 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
 
 BY_STRUCTURE = """### Families that are in no table: the worst site by feature
 
-Their sites are [found by structure](../explain/tap.md#models-that-are-in-no-table) as the engine starts: the
-stream before and after every block (`resid_pre`, `resid_post`), `embed`, `final_norm`, and what blocks add to it
-(`attn_out`, `mlp_out`; `resid_mid` between), in every layer that has it; where a norm makes what is added, what it is
-given too (`…_raw`).
-The reference hooks Hugging Face's own blocks. {count} families; `not run` and notes are explained below.
+Their sites are [found by structure](../explain/tap.md#models-that-are-in-no-table) as the engine starts. These are the
+stream before and after every block (`resid_pre`, `resid_post`), `embed` and `final_norm`. They are also the tensors that
+blocks add to the stream (`attn_out`, `mlp_out`, with `resid_mid` between), in every layer that has them. If a norm makes
+such a tensor, the norm's input is a site too (`…_raw`). The reference hooks Hugging Face's own blocks. There are {count}
+families. The notes below the table explain `not run` and exceptions.
 """
 
 
@@ -203,19 +203,22 @@ def _configurations(errors: Errors) -> list[str]:
 
 LENS = """## TransformerLens
 
-The same captures (CPU, float32) against {versions}, `TransformerBridge` with the weights as they are (nothing folded
-or centred), by every name that a site is accepted under; the worst row of the worst layer. `make lens` regenerates
-this part.
+The same captures (CPU, float32) are compared with {versions}, `TransformerBridge`. Its weights are as they are (nothing
+folded or centred). The table has every name under which a site is accepted, and the worst row of the worst layer.
+`make lens` regenerates this part.
 
-`attn.hook_out` and `mlp.hook_out` are what a module itself returns: on Gemma `attn_out_raw` and `mlp_out_raw`,
-elsewhere the same as `hook_attn_out` and `hook_mlp_out`. `hook_embed` is after Gemma's scaling, `embed` before it:
-there the name is refused (`resid_pre` of layer 0 has such rows). These names are accepted where the model is known,
-in specs and for captures; `--arm`, probes and the loader take sites. `ln_final.hook_normalized` is refused:
-TransformerLens takes it before the norm's weight, `final_norm` is after it, which there is `ln_final.hook_out`. With
-`HookedTransformer`'s default processing (layer norms folded, weights centred) `resid_*`, `q`, `k`, `v`, `mlp_post`
-and `final_norm` differ: captures are of the model's own weights, as every manifest says under `meaning`. Heads of
-`q`, `k`, `v`, `z` lie side by side in a row: reshape to `[heads, head_dim]`. Rotary dimensions are in the order that
-Hugging Face uses in `q_rot` and `k_rot` too.
+- **`attn.hook_out`, `mlp.hook_out`** are the results of the modules themselves. On Gemma these are `attn_out_raw` and
+  `mlp_out_raw`, elsewhere the same as `hook_attn_out` and `hook_mlp_out`.
+- **`hook_embed`** is after Gemma's scaling, `embed` before it. So the name is refused there; `resid_pre` of layer 0 has
+  such rows.
+- **Where names are accepted.** Specs and captures take these names if the model is known. `--arm`, probes and the loader
+  take sites.
+- **`ln_final.hook_normalized`** is refused. TransformerLens takes it before the norm's weight. `final_norm` is after the
+  weight, as is `ln_final.hook_out`.
+- **`HookedTransformer`'s default processing** (layer norms folded, weights centred). `resid_*`, `q`, `k`, `v`, `mlp_post`
+  and `final_norm` differ from it. Captures are of the model's own weights, as every manifest says under `meaning`.
+- **Heads** of `q`, `k`, `v`, `z` lie side by side in a row: reshape to `[heads, head_dim]`. Rotary dimensions are in
+  Hugging Face's order, in `q_rot` and `k_rot` too.
 """
 
 
@@ -238,8 +241,8 @@ def _by_structure(errors: dict[str, dict[str, float]]) -> list[str]:
     if not others:
         return []
     lines = [f"| {family} | {len(offs)} | {max(offs.values()):.1e} |" for family, offs in others.items() if offs]
-    return ["Models in no table, whose sites are found by structure: names that TransformerLens has too, and the worst "
-            "row of any.", "", "| model | names | worst row |", "|---|---|---|", *lines, ""]
+    return ["The sites of models in no table are found by structure. This table has the number of names that "
+            "TransformerLens has too, and the worst row of any.", "", "| model | names | worst row |", "|---|---|---|", *lines, ""]
 
 
 def _worst(errors: Errors, feature: str) -> str:
