@@ -127,11 +127,11 @@ def _machine(machine: str, run: dict[str, Any]) -> list[str]:
 
 BY_STRUCTURE = """### Families that are in no table: the worst site by feature
 
-Their sites are [found by structure](../explain/tap.md#models-that-are-in-no-table) as the engine starts. These are the
-stream before and after every block (`resid_pre`, `resid_post`), `embed` and `final_norm`. They are also the tensors that
-blocks add to the stream (`attn_out`, `mlp_out`, with `resid_mid` between), in every layer that has them. If a norm makes
-such a tensor, the norm's input is a site too (`…_raw`). The reference hooks Hugging Face's own blocks. There are {count}
-families. The notes below the table explain `not run` and exceptions.
+Their sites are [found by structure](../explain/tap.md#models-that-are-in-no-table) as the engine starts. These are
+the stream before and after every block (`resid_pre`, `resid_post`), `embed` and `final_norm`. They are also the tensors
+that blocks add to the stream (`attn_out`, `mlp_out`, with `resid_mid` between), in every layer that has them. If a norm
+makes such a tensor, the norm's input is a site too (`…_raw`). The reference hooks Hugging Face's own blocks. There are
+{count} families. The notes below the table explain `not run` and exceptions.
 """
 
 
@@ -211,12 +211,12 @@ folded or centred). The table has every name under which a site is accepted, and
   `mlp_out_raw`, elsewhere the same as `hook_attn_out` and `hook_mlp_out`.
 - **`hook_embed`** is after Gemma's scaling, `embed` before it. So the name is refused there; `resid_pre` of layer 0 has
   such rows.
-- **Where names are accepted.** Specs and captures take these names if the model is known. `--arm`, probes and the loader
-  take sites.
-- **`ln_final.hook_normalized`** is refused. TransformerLens takes it before the norm's weight. `final_norm` is after the
-  weight, as is `ln_final.hook_out`.
-- **`HookedTransformer`'s default processing** (layer norms folded, weights centred). `resid_*`, `q`, `k`, `v`, `mlp_post`
-  and `final_norm` differ from it. Captures are of the model's own weights, as every manifest says under `meaning`.
+- **Where names are accepted.** Specs and captures take these names if the model is known. `--arm`, probes and the
+  loader take sites.
+- **`ln_final.hook_normalized`** is refused. TransformerLens takes it before the norm's weight. `final_norm` is after
+  the weight, as is `ln_final.hook_out`.
+- **`HookedTransformer`'s default processing** (layer norms folded, weights centred). `resid_*`, `q`, `k`, `v`,
+  `mlp_post` and `final_norm` differ from it. Captures are of the model's own weights, as every manifest says under `meaning`.
 - **Heads** of `q`, `k`, `v`, `z` lie side by side in a row: reshape to `[heads, head_dim]`. Rotary dimensions are in
   Hugging Face's order, in `q_rot` and `k_rot` too.
 """
@@ -242,7 +242,8 @@ def _by_structure(errors: dict[str, dict[str, float]]) -> list[str]:
         return []
     lines = [f"| {family} | {len(offs)} | {max(offs.values()):.1e} |" for family, offs in others.items() if offs]
     return ["The sites of models in no table are found by structure. This table has the number of names that "
-            "TransformerLens has too, and the worst row of any.", "", "| model | names | worst row |", "|---|---|---|", *lines, ""]
+            "TransformerLens has too, and the worst row of any.", "",
+            "| model | names | worst row |", "|---|---|---|", *lines, ""]
 
 
 def _worst(errors: Errors, feature: str) -> str:
