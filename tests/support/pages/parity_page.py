@@ -216,7 +216,8 @@ folded or centred). The table has every name under which a site is accepted, and
 - **`ln_final.hook_normalized`** is refused. TransformerLens takes it before the norm's weight. `final_norm` is after
   the weight, as is `ln_final.hook_out`.
 - **`HookedTransformer`'s default processing** (layer norms folded, weights centred). `resid_*`, `q`, `k`, `v`,
-  `mlp_post` and `final_norm` differ from it. Captures are of the model's own weights, as every manifest says under `meaning`.
+  `mlp_post` and `final_norm` differ from it. Captures are of the model's own weights, as every manifest says under
+  `meaning`.
 - **Heads** of `q`, `k`, `v`, `z` lie side by side in a row: reshape to `[heads, head_dim]`. Rotary dimensions are in
   Hugging Face's order, in `q_rot` and `k_rot` too.
 """
