@@ -42,7 +42,7 @@ class Site:
     """One named point of the model.
 
     ``width`` says what a row's length follows: hidden, mlp, q_heads, kv_heads, q_latent, latent,
-    rotary, experts, chosen_experts, scores.
+    rotary, mixed, steps, mixer, experts, chosen_experts, scores.
     ``per_layer`` is False for points that exist once a model. ``meaning`` is shown in manifests and help.
     """
 
@@ -76,6 +76,11 @@ _TABLE: Final = (
     Site("q_latent", "q_latent", True, "compressed queries of latent attention, after their norm", ()),
     Site("kv_latent", "latent", True, "compressed keys and values of latent attention, after their norm", ()),
     Site("k_pe", "rotary", True, "the rotated part of the keys of latent attention, shared by all heads", ()),
+    Site("mix_in", "mixed", True, "what a mixer (Mamba, linear attention) makes of a token by its input projection, "
+         "before the convolution", ()),
+    Site("mix_steps", "steps", True, "what a mixer makes of a token by a second, narrower projection: decay and update "
+         "of its heads", ()),
+    Site("mix_post", "mixer", True, "mixer result before the output projection, after its norm", ()),
     Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.gate.hook_out",)),
     Site("experts", "chosen_experts", True, "ids of the experts that the token was sent to, heaviest first",
          ("blocks.{l}.mlp.hook_expert_indices", "blocks.{l}.mlp.gate.hook_expert_indices"), ids=True),

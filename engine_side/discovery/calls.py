@@ -7,6 +7,7 @@ decoder block is handed over when the block ends, so that never more than a bloc
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,6 +19,7 @@ from torch import nn
 from engine_side.tap import taps
 
 NUMBERS_MAX: Final = 1 << 17  # in a row: no site has more
+_OPERATIONS: Final = torch._ops.__file__  # where calls of operations are
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Call:
     """One call of a module: ``given`` as it was before the call, ``made`` as it was right after.
 
     ``takes`` and ``hands``: the shapes of all tensors that it was given and has returned, rows or not. ``claimed``: by
-    site and layer, the rows that a tap would take of this call by a table, None where it cannot.
+    site and layer, the rows that a tap would take of this call by a table, None where it cannot. ``hidden``: whether it
+    ran inside an operation, of which a graph shows nothing. ``returned``: rows of a kernel before they became noise.
     """
 
     path: str
@@ -46,6 +49,8 @@ class Call:
     hands: list[torch.Size] = field(default_factory=list)
     made: list[Value] = field(default_factory=list)
     claimed: dict[tuple[str, int], torch.Tensor | None] = field(default_factory=dict)
+    hidden: bool = False
+    returned: torch.Tensor | None = None
 
 
 Claim = tuple[tuple[str, int], taps.Rule]  # what a tap takes of a module, by a table: site and layer, and how
@@ -93,13 +98,15 @@ class Recording:
             first = next(iter(tensors.values()), None)
             ids = first.detach().clone() if first is not None and not first.is_floating_point() else None
             call = Call(path, module, next(self._clock), ids, self._values("argument", tensors),
-                        [value.shape for value in tensors.values()])
+                        [value.shape for value in tensors.values()], hidden=_in_operation())
             self._in_block |= path in self.blocks
             given = taps.Call(places, args, kwargs)
             self._claim(call, claims, True, lambda rule: rule.rows(given))
             result = forward(*args, **kwargs)
             if id(module) in self.kernels:
-                self.noise(result if isinstance(result, torch.Tensor) else tensors.get("output", first))
+                written = result if isinstance(result, torch.Tensor) else tensors.get("output", first)
+                call.returned = rows_of(written, self.tokens)
+                self.noise(written)
             call.ended = next(self._clock)
             call.made = self._made(call, result, tensors)
             self._claim(call, claims, False,
@@ -138,6 +145,16 @@ class Recording:
     def _values(self, side: str, tensors: Mapping[str, Any]) -> list[Value]:
         return [Value(f"{side} {name}", rows) for name, tensor in tensors.items()
                 if (rows := rows_of(tensor, self.tokens)) is not None]
+
+
+def _in_operation() -> bool:
+    """Whether an operation of torch's called what called this."""
+    frame = sys._getframe(2)
+    while (caller := frame.f_back) is not None:
+        if frame.f_code.co_filename == _OPERATIONS:
+            return True
+        frame = caller
+    return False
 
 
 def put_back(before: Iterable[tuple[nn.Module, Any]]) -> None:

@@ -3,8 +3,9 @@
 ``q_rot`` and ``k_rot`` are the queries and keys that the attention kernel is given. ``v`` is the columns of a
 projection that the kernel is given as values. ``q`` and ``k`` are the columns that norms and a rotation turn into
 ``q_rot`` and ``k_rot``: a rotation leaves a row at position 0 as it is. ``z`` and ``mlp_post`` are the input of the
-projection that makes the result of attention or of the MLP. Rows are compared number for number, because nothing is
-computed between a projection and the module that gets its columns.
+projection that makes the result of attention or of the MLP. ``mix_in`` and ``mix_post`` are the two ends of a mixer
+(Mamba, linear attention): the projection of what it gets, and the input of the projection that makes its result. Rows
+are compared number for number, because nothing is computed between a projection and the module that gets its columns.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ ROPE_MAX: Final = 2.0  # what a rotation may multiply by (yarn)
 
 _HEADS: Final = {"q_rot": "query", "k_rot": "key", "v": "value"}  # what vLLM's attention calls them
 _LATENT: Final = {"q_rot": "q", "kv_latent": "kv_c_normed", "k_pe": "k_pe"}  # what its latent attention does
+_ATTENTION: Final = ("q", "k", "v", "q_rot", "k_rot", "z")
+_MIXER: Final = ("mix_in", "mix_steps", "mix_post")
 _MEANING: Final = {
     "q": "columns of a projection that become the queries, before a query norm and the rotary embedding",
     "k": "columns of a projection that become the keys, before a key norm and the rotary embedding",
@@ -37,6 +40,9 @@ _MEANING: Final = {
     "z": "attention result of all heads, before the output projection",
     "z gated": "what the output projection gets: attention's result, changed on its way (a gate, a norm)",
     "mlp_post": "activation that the MLP's last projection gets",
+    "mix_in": "input projection of a mixer, its columns in the layer's own order, before the convolution",
+    "mix_steps": "a second input projection of a mixer, with the decay and the update of its heads",
+    "mix_post": "what the output projection of a mixer gets, after its norm",
     "router_logits": "router logits, before the choice of experts",
     "experts": "ids of the experts that vLLM's router chose, heaviest first",
 }
@@ -75,11 +81,20 @@ class Inside:
     def parts(self, attention: Call | None, mlp: Call | None) -> Parts:
         """Sites of a block whose attention and MLP terms were made by these calls."""
         kernels = [call for call in self.calls if self.roles.is_kernel(call.module)]
+        mixers = [call for call in kernels if self._projections_in(call) and not
+                  {"argument query", "argument kv_c_normed"} & {value.rule for value in call.given}]
+        kernels = [call for call in kernels if call not in mixers]
+        if len(mixers) == 1:
+            self._mixer(mixers[0])
+        elif mixers:
+            self._lack(_MIXER, f"{len(mixers)} mixers in one block")
+        if mixers and not kernels:
+            self._lack(_ATTENTION, "a mixer has none")
         if len(kernels) == 1:
             self._attention(kernels[0])
             self._before(kernels[0], attention)
         elif kernels:
-            self._lack(("q", "k", "v", "q_rot", "k_rot", "z"), f"{len(kernels)} attention layers in one block")
+            self._lack(_ATTENTION, f"{len(kernels)} attention layers in one block")
         if mlp is not None:
             self._operand("mlp_post", mlp, "mlp_post")
         self._mixture()
@@ -111,6 +126,30 @@ class Inside:
                 self._lack((site,), "no columns of a projection become it")
             else:
                 self._put(site, source[0].path, source[1], source[2])
+
+    def _projections_in(self, mixer: Call) -> list[Call]:
+        return [call for call in self.calls if call.path.startswith(f"{mixer.path}.") and call.made
+                and self.roles.is_projection(call.module)]
+
+    def _mixer(self, mixer: Call) -> None:
+        """The two ends of a mixer: projections of what it gets, and the one that makes what it returns."""
+        inner = self._projections_in(mixer)
+        if any(call.hidden for call in inner):
+            self._lack(_MIXER, "vLLM computes this mixer in one operation, with its projections")
+            return
+        into = [call for call in inner for value in mixer.given if _given(call, value.rows)]
+        if len(into) in (1, 2):
+            for site, call in zip(_MIXER, sorted(into, key=lambda call: -call.made[0].rows.shape[1]), strict=False):
+                self._put(site, call.path, call.made[0].rule, call.made[0].rows)
+            self._lack(("mix_steps",), "one projection makes all that the mixer makes of a token: mix_in")
+        else:
+            self._lack(_MIXER[:2], f"the mixer has {len(into)} projections of what it gets")
+        result = mixer.returned
+        makes = [call for call in inner if result is not None and call not in into and len(call.given) == 1
+                 and torch.equal(call.made[0].rows.nan_to_num(), result.nan_to_num())]
+        if len(makes) == 1:
+            self._put("mix_post", makes[0].path, "operand", makes[0].given[0].rows)
+        self._lack(("mix_post",), f"{len(makes)} projections make what the mixer returns")
 
     def _latent_queries(self, rotated: torch.Tensor, kernel: Call) -> None:
         """``q``, and ``q_latent`` where what makes it is not given what the keys are made of too."""
@@ -209,6 +248,11 @@ class Inside:
             self._lack(("experts",), CHOSEN_INSIDE)
         else:
             self._put("experts", f"{call.path}.router", "choice", None, width=chosen)
+
+
+def _given(call: Call, rows: torch.Tensor) -> bool:
+    """Whether a call was given nothing but these rows."""
+    return len(call.given) == 1 and call.given[0].rows.shape == rows.shape and torch.equal(call.given[0].rows, rows)
 
 
 def _starts(row: torch.Tensor, first: torch.Tensor, width: int) -> list[int]:

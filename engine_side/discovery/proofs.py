@@ -19,6 +19,8 @@ _INSIDE: Final = {
     "kv_latent": "what attention gets as compressed keys and values",
     "k_pe": "what attention gets as rotated keys", "z": "what the projection gets that makes attn_out",
     "mlp_post": "what the projection gets that makes mlp_out",
+    "mix_in": "a projection of what the mixer gets", "mix_steps": "the narrower projection of what the mixer gets",
+    "mix_post": "what the projection gets that makes the mixer's result",
     "router_logits": "a projection's result with a number for every expert", "experts": "vLLM's own router",
 }
 

@@ -66,7 +66,7 @@ BY_STRUCTURE: Final = tuple(SITES)  # what is looked for where an architecture i
 CHOSEN_INSIDE: Final = ("a kernel of this vLLM's chooses inside itself and does not say what; the largest "
                         "router_logits are its choice on some models only")
 # Rows of these are a rank's share of the heads or of the MLP under tensor parallelism; the others are whole everywhere.
-SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z")
+SHARED_OUT: Final = ("mlp_post", "q", "k", "v", "q_rot", "k_rot", "z", "mix_in", "mix_steps", "mix_post")
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 # They start nothing when they are imported.
 MODULES: Final = ("api", "tests.support.upstream_server", "vllm_tap", "writer_service")
-_AT_START: Final = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "NUMBA_", "MALLOC_", "LANG", "LC_", "TZ")
+_AT_START: Final = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "NUMBA_", "MALLOC_", "PROMETHEUS_", "LANG", "LC_", "TZ")
 _MESSAGE_BYTES: Final = 1 << 18
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER: takes children whose parents have ended
 _lock = threading.Lock()

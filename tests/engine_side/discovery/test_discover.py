@@ -42,6 +42,38 @@ class Attention(nn.Module):
         return self.last
 
 
+class Mixer(nn.Module):
+    """A mixer without a cache: what its kernel would write stays zero. ``kind`` says where it makes rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.into, self.steps = kind, nn.Linear(WIDTH, 40), nn.Linear(WIDTH, 4)
+        self.out = nn.Linear(16, WIDTH)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.kind != "hidden mixer":
+            return self.mix(hidden)
+        made = torch.empty_like(hidden)
+        RUNNING.append(self)
+        torch.ops.tap_played.mix(hidden, made)
+        return made
+
+    def mix(self, hidden: torch.Tensor) -> torch.Tensor:
+        made = self.into(hidden / 2 if self.kind == "scaling mixer" else hidden)
+        if self.kind == "mixer of two":
+            made = made * self.steps(hidden).mean()
+        result: torch.Tensor = self.out(made[:, :16] * torch.zeros_like(made[:, :16]))
+        return result * 2 if self.kind == "scaled mixer" else result
+
+
+RUNNING: list[Mixer] = []
+
+
+@torch.library.custom_op("tap_played::mix", mutates_args=("made",))
+def mix(hidden: torch.Tensor, made: torch.Tensor) -> None:
+    made.copy_(RUNNING.pop().mix(hidden))
+
+
 class Mlp(nn.Module):
     def __init__(self, scale: float = 1) -> None:
         super().__init__()
@@ -79,7 +111,8 @@ class Block(nn.Module):
     def __init__(self, kind: str, layer: int) -> None:
         super().__init__()
         self.kind, self.layer = kind, layer
-        self.norm1, self.norm2, self.attention = Norm(), Norm(), Attention()
+        self.norm1, self.norm2 = Norm(), Norm()
+        self.attention = Mixer(kind) if "mixer" in kind and not (kind == "mixers" and layer == 1) else Attention()
         small = {"tiny": 1e-7, "small": 3e-4, "small once": 1e-7 if layer == 1 else 1.0}
         self.mlp = WritingMlp() if kind == "writes" else Mlp(small.get(kind, 1))
         self.post1, self.post2, self.mlp2 = Norm(), Norm(), Mlp()
@@ -227,7 +260,7 @@ class Staged(Model):
         return self.norm(hidden, residual)[0] if self.kind == "pair" else self.norm(hidden)
 
 
-ROLES = Roles(lambda module: isinstance(module, Kernel), lambda module: isinstance(module, nn.Linear))
+ROLES = Roles(lambda module: isinstance(module, Kernel | Mixer), lambda module: isinstance(module, nn.Linear))
 
 
 def find(model: Model, factors: tuple[float, ...] = (0.22, 6.0)) -> Family:
@@ -280,6 +313,12 @@ EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_pos
     ("two", EVERY - {"mlp_out", "mlp_post"}),
     ("unnamed factor", EVERY - {"attn_out", "mlp_out"}),
     ("tiny", EVERY - {"resid_mid", "mlp_out", "mlp_post"}),  # an MLP that adds nothing
+    ("mixer", EVERY - HEADS | {"mix_in", "mix_post"}),
+    ("mixers", EVERY | {"mix_in", "mix_post"}),  # and attention in one layer
+    ("mixer of two", EVERY - HEADS | {"mix_in", "mix_steps", "mix_post"}),
+    ("hidden mixer", EVERY - HEADS),
+    ("scaling mixer", EVERY - HEADS | {"mix_post"}),
+    ("scaled mixer", EVERY - HEADS | {"mix_in"}),
 ])
 def test_sites_are_found_and_their_rules_take_the_right_rows(kind: str, sites: set[str]) -> None:
     """Each place, read by the rule that a tap would use, in a step of its own, against the sums that define it."""
@@ -303,6 +342,29 @@ def test_sites_are_found_and_their_rules_take_the_right_rows(kind: str, sites: s
             torch.testing.assert_close(held["resid_pre"], rows["resid_post", layer - 1])
     torch.testing.assert_close(rows["final_norm", 0], model.norm(rows["resid_post", LAYERS - 1]))
     torch.testing.assert_close(rows["embed", 0], model.embed.weight[IDS])
+
+
+@pytest.mark.parametrize(("kind", "reasons"), [
+    ("mixer", {"mix_steps": "one projection makes all that the mixer makes of a token: mix_in",
+               "q": "a mixer has none"}),
+    ("hidden mixer", dict.fromkeys(("mix_in", "mix_steps", "mix_post"),
+                                   "vLLM computes this mixer in one operation, with its projections")),
+    ("scaling mixer", dict.fromkeys(("mix_in", "mix_steps"), "the mixer has 0 projections of what it gets")),
+    ("scaled mixer", {"mix_post": "0 projections make what the mixer returns"}),
+])
+def test_ends_of_a_mixer_that_are_not_there_are_refused_with_the_reason(kind: str, reasons: dict[str, str]) -> None:
+    refused = find(Model(kind)).refused
+    assert {site: refused[site] for site in reasons} == reasons
+
+
+def test_ends_of_a_mixer_are_its_rows() -> None:
+    model = Model("mixer of two")
+    rows = taken(model, find(model))
+    for layer, block in enumerate(model.layers):
+        given, mixer = block.norm1(rows["resid_pre", layer]), block.attention
+        torch.testing.assert_close(rows["mix_in", layer], mixer.into(given))
+        torch.testing.assert_close(rows["mix_steps", layer], mixer.steps(given))
+        assert rows["mix_post", layer].shape == (ROWS, 16) and not rows["mix_post", layer].any()
 
 
 def taken(model: Model, family: Family) -> dict[tuple[str, int], torch.Tensor]:

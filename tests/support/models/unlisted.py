@@ -112,6 +112,10 @@ def _routed(mlp: str = "mlp", router: str = "gate", end: str = "out") -> dict[st
     return {"router_logits": (f"{mlp}.{router}", end), "experts": (f"{mlp}.experts", "chosen")}
 
 
+def _mixed(mixer: str, into: str = "in_proj") -> dict[str, tuple[str, str]]:
+    return {"mix_in": (f"{mixer}.{into}", "out"), "mix_post": (f"{mixer}.out_proj", "in")}
+
+
 _SHARED = "shared experts are added beside the routed ones"
 _NO_PREFIXES = "vLLM's CPU build caches no prefixes of a model that has mixers alone"
 _NO_DRAFTS = ("vLLM's CPU build gives other tokens with drafts than without after the first few, taps or none; "
@@ -177,7 +181,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                         "multi_query": True, "parallel_attn": True, "bias": False, "alibi": False},
                        attention=("self_attention",), **_PARALLEL),
     "falcon_h1": Unlisted({**COMMON, **HEADS, **_MAMBA, "mamba_d_ssm": 256}, attention=(), between=False,
-                          lacks="two mixers are added up in place of attention", blocks=8, **_STATE),
+                          lacks="two mixers are added up in place of attention", blocks=8,
+                          more=_mixed("mamba"), **_STATE),
     "gemma": Unlisted({**COMMON, **HEADS, **TIED}),
     "gemma4_text": Unlisted({**COMMON, **HEADS, **TIED, "sliding_window": 64, "layer_types": _LAST,
                              "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
@@ -214,7 +219,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                                   "shared_intermediate_size": 96, "layer_types": ["mamba", "mamba", "attention"],
                                   "mamba_expand": 2, "position_embedding_type": "rope"}, factor=0.22, mlp=(),
                                  lacks=_SHARED,
-                                 more=_routed("block_sparse_moe", "router", "out 2"), **_STATE),
+                                 more={**_routed("block_sparse_moe", "router", "out 2"), **_mixed("mamba")}, **_STATE),
     "helium": Unlisted({**COMMON, **HEADS}, **_APART),
     "gemma3": Unlisted({"text_config": {**COMMON, **HEADS, **TIED, "query_pre_attn_scalar": 32, "sliding_window": 64,
                                         "layer_types": _THREE}, **TIED, "mm_tokens_per_image": 4, "boi_token_index": 4,
@@ -257,7 +262,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                                   "experts": ("feed_forward.router", "scored")}),
     "mamba2": Unlisted({**_without("intermediate_size"), "state_size": 16, "num_heads": 8, "head_dim": 32,
                         "n_groups": 1, "chunk_size": 64},
-                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer", not_run={
+                       attention=("mixer",), mlp=(), between=False, lacks="a block is one mixer",
+                       more=_mixed("mixer"), not_run={
                            "speculative decoding": _NO_DRAFTS, "prefix cache, recomputed": _NO_PREFIXES,
                            "prefix cache, allowed": _NO_PREFIXES,
                            "preemption": "a request holds one block of the cache from its beginning to its end"}),
@@ -290,7 +296,7 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                            attention=("mixer:NemotronHMamba", "mixer:NemotronHAttention"), mlp=("mixer:NemotronHMLP",),
                            between=False, lacks="a block is a mixer or an MLP", tolerance=2e-3,
                            why="off from the first Mamba layer on; what of vLLM's scan differs was not found",
-                           blocks=8, **_STATE),
+                           more=_mixed("mixer"), blocks=8, **_STATE),
     "olmo": Unlisted(COMMON, **_APART),
     "olmo2": Unlisted(COMMON, **_NORMED, **_APART),
     "olmo3": Unlisted({**COMMON, "sliding_window": 64}, blocks=14, **_NORMED, **_APART),
@@ -301,9 +307,10 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
                           more=_routed()),
     "qwen3_next": Unlisted({**COMMON, **HEADS, **_DELTA, **_ALL_CHOSEN, "decoder_sparse_step": 1}, **_BFLOAT16,
-                           more={"router_logits": ("mlp.gate", "out")}),
+                           more={"router_logits": ("mlp.gate", "out"), **_mixed("linear_attn", "in_proj_qkvz"),
+                                 "mix_steps": ("linear_attn.in_proj_ba", "out")}),
     "qwen3_5_text": Unlisted({**COMMON, **HEADS, **_DELTA}, **_BFLOAT16, vision=True,
-                             more={"mlp_post": ("mlp.down_proj", "in")}),
+                             more={"mlp_post": ("mlp.down_proj", "in"), "mix_post": ("linear_attn.out_proj", "in")}),
     "qwen3_5_moe_text": Unlisted({**_without("intermediate_size"), **HEADS, **_DELTA, **_ALL_CHOSEN}, **_BFLOAT16,
                                  vision=True, more={"router_logits": ("mlp.gate", "out")}),
     "seed_oss": Unlisted({**COMMON, **HEADS}, **_APART),
