@@ -19,6 +19,7 @@ _TAKEN_APART: Final = {
     "mlp_post": ("act_quant",),
     "z": ("attn_quant",),
     "q_latent": ("norm_quant",),
+    "mix_post": ("norm_quant",),
     "q": ("qk_norm_rope",),
     "k": ("qk_norm_rope",),
 }
@@ -89,7 +90,7 @@ def computed_apart(points: Iterable[TapPoint], compilation: Any, reduced: Reduce
     passes = compilation.pass_config if compilation.mode == CompilationMode.VLLM_COMPILE else SimpleNamespace()
 
     def apart(point: TapPoint, edit: bool) -> bool:
-        if point.site in ("mlp_post", "z", "q_latent") and multiplies(of_model(point.module)):
+        if point.site in ("mlp_post", "z", "q_latent", "mix_post") and multiplies(of_model(point.module)):
             return False  # there is nothing to quantize
         return (fuses(passes, *_TAKEN_APART.get(point.site, ()))
                 or (fuses(passes, "allreduce_rms") and reduced.ended_by(point, edit))

@@ -217,6 +217,17 @@ def test_a_step_whose_rows_are_not_those_of_its_tokens_is_refused(cache: dict[st
         start(cache, parallel)
 
 
+@pytest.mark.parametrize("site", ["mix_in", "mix_steps", "mix_post"])
+def test_a_rank_has_its_share_of_what_is_inside_of_a_mixer(site: str) -> None:
+    """A model with mixers is in no table, and the search of a rank sees its own columns alone."""
+    plan: Any = SimpleNamespace(touched=[site], asked={site: None}, probes={}, family=None,
+                                config=SimpleNamespace(edit=()))
+    parallel = SimpleNamespace(pipeline_parallel_size=1, tensor_parallel_size=2, use_ubatching=False,
+                               data_parallel_size=1)
+    with pytest.raises(StartError, match=f"=2: each rank has only its share of {site}; arm other sites, or run on one"):
+        _check_parallel(plan, SimpleNamespace(cache_config=None, parallel_config=parallel, speculative_config=None))
+
+
 @pytest.mark.parametrize(("chosen", "refused"), [("enable_sp", True), ("fuse_gemm_comms", True),
                                                  ("fuse_norm_quant", False)])
 def test_steps_whose_rows_ranks_share_out_are_refused(chosen: str, refused: bool) -> None:
