@@ -22,7 +22,7 @@ from schemas.read.journal_tail import FrameAt, JournalTail
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.store.paths import journal_folder, open_name
 from schemas.store.segment import FrameHeader, parse_frame, walk
-from schemas.wire.messages import Own
+from schemas.wire.messages import Ack, Own
 from schemas.wire.row_table import RowTable
 from tests.schemas.store.test_segment import STREAM, UUID, build, segment_of
 from tests.support.consistency import dump
@@ -477,6 +477,14 @@ def test_a_failed_sync_waits_for_the_catalog_of_the_commits_before(tmp_path: Pat
         with StoreReader(store) as reader:
             assert until(lambda: reader.capture(capture).status == "complete")
             assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3]), 1, range(3))
+
+
+@pytest.mark.parametrize(("role", "os_is_enough", "told"), [
+    ("engine", False, 4), ("engine", True, 9), ("api", False, 2), ("api", True, 2)])
+def test_an_ack_covers_what_is_on_the_disk(role: str, os_is_enough: bool, told: int) -> None:
+    """However many messages lie between a frame's arrival, its sync and the catalog."""
+    state = SenderState(STREAM, 5, role, received=9, durable=4, settled=2)
+    assert state.ack(os_is_enough) == Ack(told, 9, [])
 
 
 def test_an_api_hears_of_what_readers_see(tmp_path: Path) -> None:
