@@ -58,7 +58,9 @@ def proved_sites(model: nn.Module, family: Family, names: list[str], sites: Sequ
                  ) -> dict[str, ProvedSite]:
     """The members of ``sites`` that this model has, with their places in every layer."""
     proofs = {(proof.site, proof.layer): proof for proof in family.proofs}
-    paths = {id(module): path for path, module in model.named_modules()}
+    paths = {id(part): f"{path}.{name}" for path, module in model.named_modules()
+             for name, part in vars(module).items()}  # a router is no module, but a part of one
+    paths |= {id(module): path for path, module in model.named_modules()}
     found: dict[str, ProvedSite] = {}
     for site in sites:
         try:

@@ -37,9 +37,11 @@ def prove(model: str, words: Sequence[str] = (), environment: Mapping[str, str] 
         if result.is_file():
             return msgspec.json.decode(result.read_bytes(), type=Outcome)
         causes = Causes()
-        for line in log.read_text(errors="replace").splitlines():
-            causes.hear(line.rstrip())
-    cause = causes.cause or f"its process ended with exit code {status}, and did not say why"
+        lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        for line in lines:
+            causes.hear(line)
+    cause = causes.cause or (f"its process ended with exit code {status}, and "
+                             + (f"said last: {lines[-1][:500]}" if lines else "did not say why"))
     helping = "" if (advice := advice_for(cause)) is None else f"; what helps: {advice}"
     raise StartError(f"MODEL = {model!r}: not loaded: {cause}{helping}")
 

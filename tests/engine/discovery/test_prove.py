@@ -28,6 +28,23 @@ def prove(model: Path, *more: str) -> subprocess.CompletedProcess[str]:
                           env={**environment, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
 
+def test_a_mixture_with_mixers_is_proved() -> None:
+    """Where a site is of a part that is no module (a router), and where layers have other sites than their neighbours.
+    """
+    done = prove(family_model("granitemoehybrid", "float32"), "--json", "--", "--dtype", "float32")
+    assert done.returncode == 0, done
+    found = json.loads(done.stdout)
+    places = {site: {place["layer"]: place["path"] for place in about["places"]}
+              for site, about in found["proof"]["sites"].items()}
+    router = "model.layers.{}.block_sparse_moe.experts.router"
+    assert places["experts"] == {layer: router.format(layer) for layer in range(3)}
+    assert places["mix_in"] == {layer: f"model.layers.{layer}.mamba.in_proj" for layer in range(2)}
+    assert places["mix_post"] == {layer: f"model.layers.{layer}.mamba.out_proj" for layer in range(2)}
+    assert places["q"].keys() == {2} and found["refused"]["mix_steps"].startswith("one projection makes all that")
+    assert {entry["width"] for entry in found["sites"] if entry["site"] == "mix_post"} == {256}
+
+
+@pytest.mark.soak
 def test_a_family_in_no_table_is_proved() -> None:
     done = prove(family_model("gpt2", "float32"), "--json", "--", "--dtype", "float32")
     assert done.returncode == 0, done
