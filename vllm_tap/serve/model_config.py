@@ -185,6 +185,9 @@ def config_of(whole: Mapping[str, Any]) -> ModelConfig:
         head = 0  # heads of values are others, or all are compressed
     if _ALWAYS & set(names) or (_KEYS_LIKE_QUERIES & set(names) and "num_key_value_heads" not in text):
         kv_heads = heads
+    if not n_layers:  # hybrids may say the kind of each layer alone
+        kinds = next((text[key] for key in ("layers_block_type", "hybrid_override_pattern") if key in text), ())
+        n_layers = len(kinds) if isinstance(kinds, list | str) else 0
     return ModelConfig(names, n_layers, hidden, head, heads, kv_heads, text, whole.get("is_encoder_decoder") is True)
 
 

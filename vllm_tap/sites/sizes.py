@@ -104,6 +104,6 @@ def _had(config: ModelConfig, site: str, layers: list[int]) -> list[int]:
 
 def _width(config: ModelConfig, site: str) -> int:
     if site not in config.widths:
-        raise ArgumentError("--sites", site, "its width does not follow from this model's config.json; GET "
-                                             "/v1/capabilities of a running engine has it")
+        raise ArgumentError("--sites", site, "its width does not follow from this model's config.json; `vllm-tap "
+                                             "sites MODEL --prove` loads the model and prints it")
     return config.widths[site]

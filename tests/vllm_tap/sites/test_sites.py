@@ -113,6 +113,14 @@ def test_a_config_that_is_none_is_named(text: str | None, says: str, tmp_path: P
         load_config(str(tmp_path))
 
 
+@pytest.mark.parametrize("said", [{"layers_block_type": ["mamba", "mlp", "attention"]},
+                                  {"hybrid_override_pattern": "M-*"}])
+def test_a_hybrid_may_say_the_kind_of_each_layer_alone(said: dict[str, Any], tmp_path: Path) -> None:
+    whole = {"architectures": ["NemotronHForCausalLM"], "hidden_size": 64} | said
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert describe("it", load_config(str(tmp_path))).n_layers == 3
+
+
 @pytest.mark.parametrize("name", ["Gemma3ForConditionalGeneration", "Phi3VForCausalLM"])
 def test_a_model_of_more_than_text_is_known_as_one(name: str, tmp_path: Path) -> None:
     """By its name, and where that does not tell by the table of the vLLM that is installed."""
