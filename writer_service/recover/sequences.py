@@ -24,7 +24,7 @@ class StreamSequence:
     covered: int = 0
     seqs: set[int] = field(default_factory=set)
     records: set[int] = field(default_factory=set)  # those of them that are records
-    unopened: set[int] = field(default_factory=set)  # frames with a capture whose Open is not there
+    unopened: set[int] = field(default_factory=set)  # frames with a capture whose Open, or Join, is not there
     bye: bool = False
 
     def note(self, epoch: int, covered: int, seq: int, record: bool = False) -> None:
@@ -106,7 +106,7 @@ def index_frames(db: sqlite3.Connection, state: Recovered, number: int, views: l
         if (header.stream, header.epoch, header.frame.seq) not in known:
             changes.append(Indexed(header.stream, header.epoch, header.covered, number, view.offset, view.layout.total,
                                    header.frame, view.table))
-            if not _opened(db, header.frame.captures):
+            if not _begun(db, header.stream, header.frame.captures):
                 sequence.unopened.add(header.frame.seq)
     touched: set[str] = set()
     for start in range(0, len(changes), apply_at_once):
@@ -115,14 +115,16 @@ def index_frames(db: sqlite3.Connection, state: Recovered, number: int, views: l
     return touched
 
 
-def _opened(db: sqlite3.Connection, captures: list[str]) -> bool:
-    """Whether every capture is known and was opened by somebody, or never will be."""
-    query = "SELECT 1 FROM captures WHERE id = ? AND (stream IS NOT NULL OR deleted OR failed IS NOT NULL)"
-    return all(db.execute(query, (capture,)).fetchone() for capture in captures)
+def _begun(db: sqlite3.Connection, stream: str, captures: list[str]) -> bool:
+    """Whether a stream has opened or joined every capture, or never will: others have it, or it is gone."""
+    query = """SELECT 1 FROM captures c WHERE id = :capture AND (deleted OR failed IS NOT NULL OR stream = :stream
+               OR (stream IS NOT NULL AND "group" = '')
+               OR EXISTS (SELECT 1 FROM parts WHERE capture = c.id AND stream = :stream))"""
+    return all(db.execute(query, {"capture": capture, "stream": stream}).fetchone() for capture in captures)
 
 
 def take_again(db: sqlite3.Connection, stream: str, sequence: StreamSequence) -> None:
-    """Forget frames past a gap that came before the Open of a capture in them: with the Open they must come again.
+    """Forget frames past a gap that came before the Open or Join of a capture in them: with it they must come again.
 
     A power loss can keep a segment's frames and lose the log's newest records. Those frames have no index.
     """

@@ -24,6 +24,8 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.wire.messages import encode
 from tests.support.consistency import dump
+from tests.support.ranks import LAYERS, Ranks
+from tests.support.ranks import SITES as RANK_SITES
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 from writer_service import fs
 from writer_service.catalog import catalog_file
@@ -614,6 +616,54 @@ def lost_with_its_open(folder: Path) -> bool:
         api.wait()
         assert until(lambda: not holding(store, row)), holding(store, row)
     return True
+
+
+def test_a_power_loss_that_keeps_rows_but_not_their_join(tmp_path: Path) -> None:
+    """The same of a rank: that its leader has opened the capture does not make its rows found."""
+    assert any(lost_with_its_join(tmp_path / str(number)) for number in range(8)), "no commit had both"
+
+
+def lost_with_its_join(folder: Path) -> bool:
+    """False where the writer made two commits of them."""
+    store = folder / "store"
+    with WriterProcess(store, "--seal-idle-s", "60") as writer, Ranks(writer.endpoint, 2) as ranks:
+        leader, rank = ranks.all
+        leader.open(ranks.capture, 6, dict.fromkeys(RANK_SITES, LAYERS))
+        ranks.wait()
+        rank.sync()
+        assert until(lambda: len(dump(store)["streams"]) == 2)
+        (log,) = (store / "writers" / "w0" / "journal").glob("control-*.log")
+        before = log.stat().st_size
+        saved = shutil.copytree(store, folder / "saved", ignore=shutil.ignore_patterns("LOCK"))
+        writer.process.send_signal(signal.SIGSTOP)  # both come in one commit
+        rank.join(ranks.capture)
+        ranks.step(range(6), 1, [rank])
+        kept = dict(rank.kept)
+        writer.process.send_signal(signal.SIGCONT)
+        rank.wait()
+        if until(lambda: dump(store)["frames"])[0][-1] != 0:
+            return False
+        writer.kill()
+        for file in store.glob("catalog.sqlite*"):
+            file.unlink()
+        for file in saved.glob("catalog.sqlite*"):
+            shutil.copy(file, store / file.name)
+        with open(log, "r+b") as file:
+            file.truncate(before)
+        writer.start()
+        for each in ranks.all:  # an Ack of before may still lie in the connection
+            each.close()
+            each.connect()
+        rank.durable, rank.kept = 0, kept
+        leader.hello()
+        assert rank.hello().durable == 0
+        ranks.step(range(6), 1, [leader])
+        ranks.end(6, 0)
+        ranks.wait()
+        assert status_is(store, ranks.capture, "complete")
+        writer.stop()
+    rebuilt(store)
+    return status_is(store, ranks.capture, "complete")
 
 
 def holding(store: Path, text: bytes) -> list[Path]:
