@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from schemas.catalog.tables import CATALOG_VERSION
 from schemas.read.reader import read_store_uuid
@@ -54,6 +55,16 @@ def _rebuild(store: Path, uuid: bytes, lock: int, epoch: int) -> Rebuilt:
     return Rebuilt(state, differences is not None, captures, differences or {})
 
 
+_COMPARED: Final = {
+    # How far a log was read, and what was found past a gap, is no statement about the store.
+    "meta": "WHERE key NOT IN ('log', 'ahead')",
+    # A frame that lies twice, from before a power loss, may be known by the one copy or the other, or by none once a
+    # compaction has taken the newer one. It proves something of its stream only past what that has covered.
+    "frames": "WHERE seq > coalesce((SELECT covered FROM {0}.streams s WHERE s.stream = frames.stream "
+              "AND s.epoch = frames.epoch), 0)",
+}
+
+
 def compare(old: Path, new: Path) -> dict[str, tuple[int, int]] | None:
     """Tables that differ; None where ``old`` is not there, cannot be read or is of another version."""
     if not old.exists():
@@ -67,12 +78,11 @@ def compare(old: Path, new: Path) -> dict[str, tuple[int, int]] | None:
         query = "SELECT name FROM main.sqlite_master WHERE type = 'table' AND name NOT LIKE 'sqlite_%'"
         found = {}
         for (table,) in db.execute(query).fetchall():
-            # How far a log was read, and what was found past a gap, is no statement about the store.
-            rows = "WHERE key NOT IN ('log', 'ahead')" if table == "meta" else ""
+            rows = _COMPARED.get(table, "")
             # A log that was merged with later ones goes by its old number in a catalog of before.
             columns = "capture" if table in ("log_refs", "scrub") else "*"
             gone, come = (
-                db.execute(f"SELECT count(*) FROM (SELECT {columns} FROM {a}.{table} {rows} EXCEPT "
+                db.execute(f"SELECT count(*) FROM (SELECT {columns} FROM {a}.{table} {rows.format(a)} EXCEPT "
                            f"SELECT {columns} FROM {b}.{table})").fetchone()[0]
                 for a, b in (("old", "main"), ("main", "old")))
             if gone or come:
