@@ -302,7 +302,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
     "olmo3": Unlisted({**COMMON, "sliding_window": 64}, blocks=14, **_NORMED, **_APART),
     "olmoe": Unlisted({**COMMON, **_EIGHT}, more=_routed()),
     "phi": Unlisted(COMMON, **_PARALLEL, **_APART),
-    "phimoe": Unlisted({**COMMON, **_MOE, "lm_head_bias": True, "attention_bias": True},
+    # With 1e-5 one token of the tests has an expert 5e-7 off what its router lets through (2 % below the largest).
+    "phimoe": Unlisted({**COMMON, **_MOE, "lm_head_bias": True, "attention_bias": True, "rms_norm_eps": 1e-4},
                        {"architectures": ["PhiMoEForCausalLM"]}, more=_routed(router="router"), mixed=True),
     "qwen2_moe": Unlisted({**COMMON, **_EIGHT, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96},
                           more=_routed()),
