@@ -146,7 +146,8 @@ _ALL_CHOSEN = {"num_experts": 8, "num_experts_per_tok": 8, "moe_intermediate_siz
 _NO_KERNEL = "vLLM's CPU build calls a Triton kernel there that it has not (v1/worker/mamba_utils.py)"
 _NOT_CACHED = "vLLM's CPU build caches no prefixes of this model"
 _BFLOAT16: dict[str, Any] = {"dtype": "bfloat16", "tolerance": 0.3, "blocks": 8, "not_run": {
-    "speculative decoding": _NO_KERNEL, "prefix cache, recomputed": _NOT_CACHED, "prefix cache, allowed": _NOT_CACHED}}
+    "speculative decoding": _NO_KERNEL, "prefix cache, recomputed": _NOT_CACHED, "prefix cache, allowed": _NOT_CACHED,
+    "preemption": "eight requests have room in the smallest cache that vLLM's CPU build starts this model with"}}
 
 UNLISTED: Final[dict[str, Unlisted]] = {
     "afmoe": Unlisted({**COMMON, **HEADS, **_EIGHT, "sliding_window": 64, "layer_types": _LAST, "num_dense_layers": 1,
