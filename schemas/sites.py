@@ -78,8 +78,8 @@ _TABLE: Final = (
     Site("k_pe", "rotary", True, "the rotated part of the keys of latent attention, shared by all heads", ()),
     Site("mix_in", "mixed", True, "what a mixer (Mamba, linear attention) makes of a token by its input projection, "
          "before the convolution", ()),
-    Site("mix_steps", "steps", True, "what a mixer makes of a token by a second, narrower projection: decay and update "
-         "of its heads", ()),
+    Site("mix_steps", "steps", True, "what a mixer makes of a token by a second, narrower projection, as of decay and "
+         "update in Qwen3-Next", ()),
     Site("mix_post", "mixer", True, "mixer result before the output projection, after its norm", ()),
     Site("router_logits", "experts", True, "expert router logits", ("blocks.{l}.mlp.gate.hook_out",)),
     Site("experts", "chosen_experts", True, "ids of the experts that the token was sent to, heaviest first",

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -149,12 +150,10 @@ class Recording:
 
 def _in_operation() -> bool:
     """Whether an operation of torch's called what called this."""
-    frame = sys._getframe(2)
-    while (caller := frame.f_back) is not None:
-        if frame.f_code.co_filename == _OPERATIONS:
-            return True
-        frame = caller
-    return False
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _OPERATIONS:
+        frame = frame.f_back
+    return frame is not None
 
 
 def put_back(before: Iterable[tuple[nn.Module, Any]]) -> None:

@@ -41,7 +41,7 @@ _MEANING: Final = {
     "z gated": "what the output projection gets: attention's result, changed on its way (a gate, a norm)",
     "mlp_post": "activation that the MLP's last projection gets",
     "mix_in": "input projection of a mixer, its columns in the layer's own order, before the convolution",
-    "mix_steps": "a second input projection of a mixer, with the decay and the update of its heads",
+    "mix_steps": "a second, narrower input projection of a mixer, as of decay and update in Qwen3-Next",
     "mix_post": "what the output projection of a mixer gets, after its norm",
     "router_logits": "router logits, before the choice of experts",
     "experts": "ids of the experts that vLLM's router chose, heaviest first",
@@ -252,7 +252,7 @@ class Inside:
 
 def _given(call: Call, rows: torch.Tensor) -> bool:
     """Whether a call was given nothing but these rows."""
-    return len(call.given) == 1 and call.given[0].rows.shape == rows.shape and torch.equal(call.given[0].rows, rows)
+    return len(call.given) == 1 and torch.equal(call.given[0].rows, rows)
 
 
 def _starts(row: torch.Tensor, first: torch.Tensor, width: int) -> list[int]:

@@ -58,10 +58,9 @@ def _rebuild(store: Path, uuid: bytes, lock: int, epoch: int) -> Rebuilt:
 _COMPARED: Final = {
     # How far a log was read, and what was found past a gap, is no statement about the store.
     "meta": "WHERE key NOT IN ('log', 'ahead')",
-    # A frame that lies twice, from before a power loss, may be known by the one copy or the other, or by none once a
-    # compaction has taken the newer one. It proves something of its stream only past what that has covered.
-    "frames": "WHERE seq > coalesce((SELECT covered FROM {0}.streams s WHERE s.stream = frames.stream "
-              "AND s.epoch = frames.epoch), 0)",
+    # A frame may lie twice, from before a power loss. Once a compaction has taken the newer copy, a catalog that goes
+    # on knows of no other, and one that is made anew finds the older, whose rows are strays in both.
+    "frames": "WHERE (segment, offset) NOT IN (SELECT segment, offset FROM {0}.strays)",
 }
 
 

@@ -90,9 +90,10 @@ def computed_apart(points: Iterable[TapPoint], compilation: Any, reduced: Reduce
     passes = compilation.pass_config if compilation.mode == CompilationMode.VLLM_COMPILE else SimpleNamespace()
 
     def apart(point: TapPoint, edit: bool) -> bool:
-        if point.site in ("mlp_post", "z", "q_latent", "mix_post") and multiplies(of_model(point.module)):
+        taken = _TAKEN_APART.get(point.site, ())
+        if any(part.endswith("quant") for part in taken) and multiplies(of_model(point.module)):
             return False  # there is nothing to quantize
-        return (fuses(passes, *_TAKEN_APART.get(point.site, ()))
+        return (fuses(passes, *taken)
                 or (fuses(passes, "allreduce_rms") and reduced.ended_by(point, edit))
                 or (point.site == "mlp_post" and _takes(point.module)))
 

@@ -586,12 +586,7 @@ def lost_with_its_open(folder: Path) -> bool:
             engine.close()
             return False
         writer.kill()
-        for file in store.glob("catalog.sqlite*"):
-            file.unlink()
-        for file in saved.glob("catalog.sqlite*"):
-            shutil.copy(file, store / file.name)
-        with open(log, "r+b") as file:
-            file.truncate(before)
+        lose_since(saved, store, log, before)
         writer.start()
         engine.close()  # an Ack of before may still lie in it
         engine.connect()
@@ -644,12 +639,7 @@ def lost_with_its_join(folder: Path) -> bool:
         if until(lambda: dump(store)["frames"])[0][-1] != 0:
             return False
         writer.kill()
-        for file in store.glob("catalog.sqlite*"):
-            file.unlink()
-        for file in saved.glob("catalog.sqlite*"):
-            shutil.copy(file, store / file.name)
-        with open(log, "r+b") as file:
-            file.truncate(before)
+        lose_since(saved, store, log, before)
         writer.start()
         for each in ranks.all:  # an Ack of before may still lie in the connection
             each.close()
@@ -664,6 +654,16 @@ def lost_with_its_join(folder: Path) -> bool:
         writer.stop()
     rebuilt(store)
     return status_is(store, ranks.capture, "complete")
+
+
+def lose_since(saved: Path, store: Path, log: Path, size: int) -> None:
+    """The power goes: of catalog and log, what has come since they were saved and had that size is lost."""
+    for file in store.glob("catalog.sqlite*"):
+        file.unlink()
+    for file in saved.glob("catalog.sqlite*"):
+        shutil.copy(file, store / file.name)
+    with open(log, "r+b") as end:
+        end.truncate(size)
 
 
 def holding(store: Path, text: bytes) -> list[Path]:
