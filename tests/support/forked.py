@@ -26,17 +26,18 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # They start nothing when they are imported.
-MODULES: Final = ("api", "tests.support.upstream_server", "vllm_tap", "writer_service")
+MODULES: Final = ("api", "tests.support.upstream_server", "tests.support.writers.broken", "vllm_tap", "writer_service")
 _AT_START: Final = ("PYTHON", "LD_", "OMP_", "OPENBLAS_", "NUMBA_", "MALLOC_", "PROMETHEUS_", "LANG", "LC_", "TZ")
 _MESSAGE_BYTES: Final = 1 << 18
 _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER: takes children whose parents have ended
 _lock = threading.Lock()
 
 
-def started(module: str, args: Sequence[str], stderr: Any = subprocess.PIPE, **more: str) -> subprocess.Popen[str]:
-    """A child that runs ``python -m MODULE ARGS``, with ``more`` in its environment. Its standard output is a pipe."""
+def started(module: str, args: Sequence[str], stderr: Any = subprocess.PIPE, stdout: Any = subprocess.PIPE, **more: str
+            ) -> subprocess.Popen[str]:
+    """A child that runs ``python -m MODULE ARGS``, with ``more`` in its environment. What it says is text."""
     kind: type[subprocess.Popen[str]] = _Forked if module in MODULES else subprocess.Popen
-    return kind([sys.executable, "-m", module, *args], cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True,
+    return kind([sys.executable, "-m", module, *args], cwd=ROOT, stdout=stdout, stderr=stderr, text=True,
                 env={**os.environ, **more})
 
 

@@ -86,14 +86,14 @@ class Line:
             return "503" if dice < 0.04 else "lost" if dice < 0.06 else "cut" if dice < 0.08 else None
 
         self.s3.fault = fault
-        pid = self.nursery.run("vllm-tap", argv, log, self.s3.environment)
-        handle = os.pidfd_open(pid)
+        process = self.nursery.run("vllm-tap", argv, log, self.s3.environment)
+        handle = os.pidfd_open(process.pid)
         started.set()
         timer = threading.Timer(self.rng.random() * 2, end)
         if kill and not at:
             timer.start()
         deadline = time.monotonic() + 300
-        while Path(f"/proc/{pid}").exists():
+        while process.poll() is None:
             assert time.monotonic() < deadline, log.read_text()
             if not self.writer.alive:  # somebody starts it again; a push may wait for what it has to erase
                 self.begin_writer()
