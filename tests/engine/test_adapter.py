@@ -17,7 +17,7 @@ from engine_side.plugin import register
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.engine.test_architectures import SITES, TOLERANCE, site_errors
-from tests.support.engines.engines import DTYPE, ON_GPU, Engine, in_this_process, prompt
+from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process, prompt
 from tests.support.models.adapters import RANK, make
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.edited import moved, vector
@@ -52,6 +52,15 @@ class Adapted:
     plain_layers: list[dict[str, tuple[str, str]]]  # by rank
     reloads: bool  # whether this vLLM itself can load weights into layers with adapters
     edited: list[dict[str, Any]]  # edits that it is armed for
+    exact: bool  # whether an answer's bits can be told: a GPU's stages take batches of other sizes at other times
+
+    def check(self, output: Any, plain: Any) -> None:
+        """An answer is that without taps: bit for bit, or in its first probabilities."""
+        if self.exact:
+            assert said(output) == said(plain)
+            return
+        (_, (first, *_)), (_, (wanted, *_)) = said(output), said(plain)
+        assert max(first.values()) == pytest.approx(max(wanted.values()), abs=0.05)
 
 
 def generate(llm: Any, requests: list[Any], ids: Sequence[str | None] = (None,) * len(ASKED),
@@ -101,11 +110,10 @@ def reference_of(family: str) -> Reference | BlocksReference:
 def start(family: str, layout: str = "") -> Any:
     from vllm import LLM
 
-    memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
     # Chunks of a few requests' prompts at a time, so that their adapters are mixed in every way.
     return LLM(str(family_model(family, DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256,
                max_num_seqs=8, max_num_batched_tokens=64, seed=0, enable_prefix_caching=False,
-               enable_lora=True, max_loras=3, max_lora_rank=RANK, **memory, **LAYOUTS[layout])
+               enable_lora=True, max_loras=3, max_lora_rank=RANK, **SHARED, **LAYOUTS[layout])
 
 
 @pytest.fixture(scope="module", params=[
@@ -114,7 +122,7 @@ def start(family: str, layout: str = "") -> Any:
     *(pytest.param(family, marks=pytest.mark.soak) for family in THERE if family != "qwen3"),
     pytest.param("qwen3, compiled", marks=pytest.mark.soak),
     *(pytest.param(f"{family}, {layout}", marks=pytest.mark.soak) for family in ("qwen3", "llama", "gemma2", "phi3")
-      for layout in ("tensor parallel",)),
+      for layout in ("tensor parallel", *(["pipeline parallel"] if ON_GPU else []))),
 ])
 def adapted(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory: pytest.TempPathFactory
             ) -> Iterator[Adapted]:
@@ -148,7 +156,8 @@ def adapted(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factor
             patch.setenv("VLLM_TAP_EDIT", "resid_post.1,attn_out.0,mlp_out.1" + ",mlp_post.2,z.1" * (not layout))
         engine = Engine(start(family, layout), reader, references[0])
         try:
-            yield Adapted(family, engine, references, requests, plain, crowded, plain_layers, reloads, edited)
+            yield Adapted(family, engine, references, requests, plain, crowded, plain_layers, reloads, edited,
+                          not (ON_GPU and layout))
         finally:
             engine.close()
 
@@ -162,7 +171,7 @@ def greedy(reference: Reference | BlocksReference, tokens: tuple[int, ...], prom
 
 def test_adapters_are_served_as_without_taps(adapted: Adapted) -> None:
     for output, plain in zip(generate(adapted.engine.llm, adapted.requests), adapted.plain, strict=True):
-        assert said(output) == said(plain)
+        adapted.check(output, plain)
     assert layers(adapted.engine.llm) == adapted.plain_layers
     assert len({tuple(said(one)[0]) for one in adapted.plain}) == len(ASKED)
 
@@ -174,7 +183,7 @@ def test_every_row_is_the_adapted_models(adapted: Adapted) -> None:
         ids = [new_ulid() if number % step == 0 else None for number in range(len(ASKED))]
         outputs = generate(adapted.engine.llm, adapted.requests, ids)
         for output, plain in zip(outputs, adapted.plain, strict=True):
-            assert said(output) == said(plain)
+            adapted.check(output, plain)
         rows = [adapted.engine.captured(id_, output) for id_, output in zip(ids, outputs, strict=True) if id_]
         for one, adapter in zip(rows, chosen, strict=True):
             assert one.manifest.adapter == NAMES[adapter]

@@ -21,7 +21,7 @@ import torch
 
 from engine_side.tap.architectures import ARCHITECTURES
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import DTYPE, ON_GPU, Captured, Engine, OneAtATime, in_this_process
+from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engine, OneAtATime, in_this_process
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.families import CONFIGURATIONS, FAMILIES, family_model
 from tests.support.models.features import FEATURES, GROUPS, LAYOUTS, Feature, not_run, options, tokens
@@ -120,7 +120,6 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
     unlisted = UNLISTED.get(family)
     dtype = unlisted.dtype or DTYPE if unlisted else DTYPE
     folder = family_model(family, dtype)
-    memory: dict[str, Any] = {"gpu_memory_utilization": 0.3} if ON_GPU else {}
     more = options(family, group)
     if ON_GPU:  # four experts: vLLM's compiler would pad router logits, by chance, and a router read them wrongly
         more["compilation_config"] = {**more.get("compilation_config", {}),
@@ -134,7 +133,7 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
         if not tapped:
             patch.delenv("VLLM_TAP_ENDPOINT")
         llm: Any = LLM(str(folder), dtype=dtype, skip_tokenizer_init=family not in IMAGED, max_model_len=256,
-                       max_num_seqs=8, seed=0, max_logprobs=512, **memory, **LAYOUTS[LAYOUT], **more)
+                       max_num_seqs=8, seed=0, max_logprobs=512, **SHARED, **LAYOUTS[LAYOUT], **more)
     return Engine(llm, reader, BlocksReference(folder, unlisted) if unlisted else Reference(folder))
 
 

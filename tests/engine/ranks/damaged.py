@@ -42,10 +42,12 @@ def _stale(model: Any) -> None:
 
 
 def _longer(model: Any) -> None:
-    """Block 1 hands on one in a hundred more than it made, of the MLP's rows where it returns them apart."""
+    """Block 1 hands on a tenth more than it made (bfloat16 rounds a hundredth away), of the MLP's rows where it returns
+    them apart.
+    """
     model.model.layers[1].register_forward_hook(
-        lambda _block, _given, result: 1.01 * result if isinstance(result, torch.Tensor) else
-        (1.01 * result[0], *result[1:]))
+        lambda _block, _given, result: 1.1 * result if isinstance(result, torch.Tensor) else
+        (1.1 * result[0], *result[1:]))
 
 
 def _raises(model: Any) -> None:

@@ -1,6 +1,7 @@
 """Two engines of one server, each with a sender of its own, in one store: rows are those of their own requests.
 
-The engines of a model with experts step together: vLLM's CPU build lacks the exchange, so a test brings one along.
+The engines of a model with experts step together: vLLM's CPU build lacks the exchange, so a test brings one along. On
+GPUs they are vLLM's own, with a share of the experts each.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from schemas.read.reader import StoreReader
 from schemas.wire.layout import siblings
 from tests.engine.conftest import ENVIRONMENT, Store
 from tests.engine.test_architectures import SITES as SITES_OF
+from tests.engine.test_architectures import after_a_choice
 from tests.support.engines.cpu_exchange import plugin
-from tests.support.engines.engines import ON_GPU
+from tests.support.engines.engines import DTYPE, ON_GPU, row_errors
 from tests.support.engines.installed import entry_points
 from tests.support.models.families import family_model
 from tests.support.models.features import tokens
@@ -40,7 +43,8 @@ from tests.support.store_helpers import until
 from vllm_tap.tiny_model import cache_dir, tiny_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak,
-              pytest.mark.skipif(ON_GPU, reason="runs where there is no GPU")]
+              pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two engines")]
+on_a_cpu = pytest.mark.skipif(ON_GPU, reason="of vLLM's CPU build, or of four ranks")
 ROUTED = ("router_logits", "experts")
 STEER = np.random.default_rng(8).standard_normal(256).astype(np.float32)
 
@@ -102,15 +106,17 @@ def two_engines(folder: Path, model: Path, arm: Sequence[str], ours: Sequence[st
     port = free_port()
     words = [str(model), "--port", str(port), "--engine-port", str(free_port()), "--store", str(folder / "captures"),
              "--arm", ",".join(arm), *probe(folder, model), *ours, "--", "--data-parallel-size", "2",
-             "--dtype", "float32", "--max-num-batched-tokens", "48", "--max-num-seqs", "8", "--block-size", "32",
-             "--max-model-len", "256", "--no-enable-prefix-caching", *vllm]
+             "--dtype", DTYPE, "--max-num-batched-tokens", "48", "--max-num-seqs", "8", "--block-size", "32",
+             "--max-model-len", "256", "--no-enable-prefix-caching", *vllm,
+             *(["--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", str(1 << 30)] if ON_GPU else [])]
     if not (model / "tokenizer.json").exists():
         words.append("--skip-tokenizer-init")
     with serving(words, environment(folder, paths), ready_s=600) as (process, _):
         yield Service(process.pid, f"http://127.0.0.1:{port}", folder / "captures", str(model), list(arm))
 
 
-def check(service: Service, reference: Reference, captures: Sequence[str], ranks: int = 1) -> None:
+def check(service: Service, reference: Reference, captures: Sequence[str], ranks: int = 1, family: str = "qwen3"
+          ) -> None:
     """Every row of every capture, each site and layer whole, against Hugging Face."""
     with StoreReader(service.store) as reader:
         for id_ in captures:
@@ -125,6 +131,10 @@ def check(service: Service, reference: Reference, captures: Sequence[str], ranks
                 got = reader.slice(id_, row.site, [row.layer])
                 assert got.positions.tolist() == list(range(len(text) - 1))
                 whole = want[row.site, row.layer][: len(text) - 1]
+                if ON_GPU:  # in bfloat16; a score is a sum of what may cancel out
+                    held = row.site == "probe.tone" or after_a_choice(family, row.site, row.layer)
+                    assert held or row_errors(got.values()[0], whole).max() <= 1, f"{row.site}.{row.layer}"
+                    continue
                 off = np.abs(got.values()[0] - whole).max()
                 assert off <= 1e-4 * max(1, np.abs(whole).max()), f"{row.site}.{row.layer}: {off:.1e}"
 
@@ -134,7 +144,7 @@ def test_each_engine_of_two_serves_its_requests(tmp_path: Path, reference_of: Ca
     the sender of one is killed: no capture is begun, since a request may go to it, and generation goes on.
     """
     save_file({"vector": STEER}, tmp_path / "steer.safetensors")
-    model, sites = tiny_model(), SITES_OF["qwen3"]
+    model, sites = tiny_model(dtype=DTYPE), SITES_OF["qwen3"]
     edits = ["--edit", "resid_post.1", "--vector", f"steer={tmp_path / 'steer.safetensors'}"]
     with two_engines(tmp_path, model, sites, edits) as service:
         captures = service.ask_at_once([5, 90, 31, 12, 64, 7], 20)
@@ -149,7 +159,7 @@ def test_each_engine_of_two_serves_its_requests(tmp_path: Path, reference_of: Ca
             for before, after in zip(plain, edited, strict=True):
                 assert until(lambda after=after: reader.capture(after).status == "complete", 60)
                 rows = [reader.slice(each, "resid_post", [1]).values() for each in (before, after)]
-                assert np.abs(rows[1] - rows[0] - 2 * STEER).max() < 1e-4
+                assert np.abs(rows[1] - rows[0] - 2 * STEER).max() < (0.05 if ON_GPU else 1e-4)  # bfloat16
                 (told,) = reader.manifest(after).edits
                 assert [(row["applied"], row["expected"]) for row in told["rows"]] and all(
                     row["applied"] == row["expected"] for row in told["rows"])
@@ -165,13 +175,14 @@ def test_each_engine_of_two_serves_its_requests(tmp_path: Path, reference_of: Ca
 
 def test_engines_of_experts_step_together_and_dummy_steps_are_nobodys(tmp_path: Path) -> None:
     """While one has requests the other takes dummy steps, between steps of its own too."""
-    model, sites = family_model("mixtral", "float32"), [s for s in SITES_OF["mixtral"] if s not in ROUTED]
+    model, sites = family_model("mixtral", DTYPE), [s for s in SITES_OF["mixtral"] if s not in ROUTED]
     # The CPU's experts are traced with the rest of the model, and an exchange of rows that others count is not traced.
-    with two_engines(tmp_path, model, sites, (), ["--enforce-eager"], [plugin(tmp_path)]) as service:
+    how, paths = (["--enable-expert-parallel"], []) if ON_GPU else (["--enforce-eager"], [plugin(tmp_path)])
+    with two_engines(tmp_path, model, sites, (), how, paths) as service:
         alone = [service.ask(tokens(40, seed=1), 30)]  # the other takes dummy steps alone
         alone += [service.ask(tokens(9, seed=2), 5), service.ask(tokens(70, seed=3), 12)]
         together = service.ask_at_once([5, 60, 31, 12, 44, 7], 25)
-        check(service, Reference(model), [*alone, *together])
+        check(service, Reference(model), [*alone, *together], family="mixtral")
         assert len(set(service.streams(together))) == 2, "one engine served all"
 
 
@@ -185,6 +196,7 @@ def sender_of(pid: int, engine: int, rank: int | None = None) -> int:
     return senders[0]
 
 
+@on_a_cpu
 def test_engines_of_two_ranks_each_and_one_whose_sender_is_killed(tmp_path: Path,
                                                                   reference_of: Callable[[str], Reference]) -> None:
     """A group each. What needs the dead rank of one of them is refused over HTTP, the rest goes on at both."""
@@ -209,6 +221,7 @@ def test_engines_of_two_ranks_each_and_one_whose_sender_is_killed(tmp_path: Path
         assert httpx.post(f"{service.url}/v1/completions", json=ask, timeout=300).status_code == 200
 
 
+@on_a_cpu
 def test_engines_of_experts_end_with_their_server(tmp_path: Path, store: Store) -> None:
     """A plain vLLM, which nobody supervises: its engines would step on for nobody, and then idle for ever."""
     model, port = family_model("mixtral", "float32"), free_port()
@@ -240,6 +253,7 @@ def test_engines_of_experts_end_with_their_server(tmp_path: Path, store: Store) 
             os.kill(pid, signal.SIGKILL)
 
 
+@on_a_cpu
 def test_what_an_engine_on_a_cpu_cannot_do_is_said_at_the_start(tmp_path: Path) -> None:
     model, port = family_model("mixtral", "float32"), free_port()
     done = subprocess.run(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
+from vllm.distributed import get_tensor_model_parallel_rank
 
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
@@ -129,6 +130,22 @@ def held_against(engine: Engine, alone: Sequence[Captured]) -> None:
             assert ON_GPU or np.allclose(found.values()[0], right.values()[0][there], rtol=1e-4, atol=1e-4)
 
 
+def edit_all(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Edits that every request from now on has, in both stages and at the border."""
+    edits = [{"site": "resid_post.1", "op": "add", "vector": vector(HIDDEN, 5).tolist(), "scale": 0.7},
+             {"site": "resid_pre.2", "op": "ablate", "vector": vector(HIDDEN, 6).tolist(), "positions": [[5, 40]]},
+             {"site": "resid_post.3", "op": "scale", "by": 0.25, "positions": "generated"}]
+    processor = engine.llm.llm_engine.input_processor
+    original = processor.process_inputs
+
+    def as_if_asked(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        params.extra_args = {**(params.extra_args or {}), "edit": edits}
+        return original(request_id, prompt, params, *args, **kwargs)
+
+    monkeypatch.setattr(processor, "process_inputs", as_if_asked)
+    return edits
+
+
 def watch(_: Any) -> None:
     """Of a rank's worker: note the requests of every step from now on."""
     editor, seen = editor_here(), list[list[str]]()
@@ -160,9 +177,11 @@ def editor_here() -> Any:
 STALE, LATE, UNDONE = "the tables of the batch before", "a position late", "nothing at one place"
 
 
-def break_it(_: Any, fault: str, layer: int) -> None:
-    """Break the editor of the stage that has a layer."""
+def break_it(_: Any, fault: str, layer: int, rank: int | None = None) -> None:
+    """Break the editor of the stage that has a layer, on all of its ranks or on one."""
     editor = editor_here()
+    if rank not in (None, get_tensor_model_parallel_rank()):
+        return
     right = type(editor).before_forward
     if ("resid_post", layer) not in editor.tables.slots:
         return

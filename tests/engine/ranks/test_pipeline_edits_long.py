@@ -18,11 +18,11 @@ from tests.engine.conftest import Store
 from tests.engine.edits.test_edits import check, one, run
 from tests.engine.ranks.test_pipeline_edits import (
     BORDER,
-    HIDDEN,
     STALE,
     alone,
     asked,
     break_it,
+    edit_all,
     held_against,
     repair,
     requests,
@@ -30,7 +30,6 @@ from tests.engine.ranks.test_pipeline_edits import (
     staged,
 )
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engine, in_this_process
-from tests.support.models.edited import vector
 from tests.support.models.families import family_model
 from tests.support.models.features import FEATURES, Feature, options, tokens
 from tests.support.models.reference import Reference
@@ -64,18 +63,7 @@ def test_a_stage_with_the_tables_of_the_batch_before_is_seen(engine: Engine, alo
 @pytest.mark.parametrize("feature", [one for one in FEATURES if one.group == "scheduler"],
                          ids=lambda feature: feature.name.replace(" ", "_"))
 def test_whatever_the_scheduler_does(feature: Feature, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request of a feature is edited alike, in both stages and at the border."""
-    edits = [{"site": "resid_post.1", "op": "add", "vector": vector(HIDDEN, 5).tolist(), "scale": 0.7},
-             {"site": "resid_pre.2", "op": "ablate", "vector": vector(HIDDEN, 6).tolist(), "positions": [[5, 40]]},
-             {"site": "resid_post.3", "op": "scale", "by": 0.25, "positions": "generated"}]
-    processor = engine.llm.llm_engine.input_processor
-    original = processor.process_inputs
-
-    def as_if_asked(request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        params.extra_args = {**(params.extra_args or {}), "edit": edits}
-        return original(request_id, prompt, params, *args, **kwargs)
-
-    monkeypatch.setattr(processor, "process_inputs", as_if_asked)
+    edits = edit_all(engine, monkeypatch)
     for captured in feature.run(engine):
         check(engine, captured, edits, greedy=feature.name != "n = 2")
 
@@ -119,10 +107,7 @@ if __name__ == "__main__":
     ("resid_post", {"worker_extension_cls": "tests.engine.ranks.idle_edits.Registers"},
      ["edits of resid_post.3 do not act", "do not act", "(reported by pipeline stage 1)"]),
     ("resid_post.1,resid_post.7", {}, ["cannot arm resid_post.7: this model has resid_post in layers [0, 1, 2, 3]"]),
-    pytest.param("resid_post.1", {"tensor_parallel_size": 2}, [
-        "pipeline_parallel_size=2 with tensor_parallel_size=2: edits are"], marks=pytest.mark.skipif(
-            ON_GPU and torch.cuda.device_count() < 4, reason="NOT RUN: needs four GPUs, which vLLM asks for first")),
-], ids=["no effect", "no such layer", "four ranks"])
+], ids=["no effect", "no such layer"])
 def test_a_start_that_is_refused(store: Store, edit: str, more: dict[str, Any], said: list[str]) -> None:
     """By the stage that cannot, on both."""
     script = STARTS.format(model=str(family_model("qwen3, two K/V heads", DTYPE)), dtype=DTYPE, more={**SHARED, **more})

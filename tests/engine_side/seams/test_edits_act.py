@@ -265,24 +265,30 @@ def test_what_a_router_says_is_refused_where_it_sees_other_rows(site: str, more:
 
 
 @pytest.mark.parametrize(("more", "said"), [
-    ({"speculative_config": SimpleNamespace(method="ngram")}, "rows of drafts .* leave speculative_config out"),
-    ({"lora_config": object()}, "adapters .* leave enable_lora out"),
+    ({"speculative_config": SimpleNamespace(method="ngram")}, "no drafter .* leave speculative_config out"),
+    ({"lora_config": object(), "device": "cpu"}, "vLLM's CPU build ends with adapters .* leave enable_lora out"),
+    ({"lora_config": object(), "edit": ("resid_post",)}, "edits beside adapters .* leave enable_lora out"),
+    ({"kinds": ["full_attention", "sliding_attention"]},
+     r"layers of several kinds \(full_attention, sliding_attention\)"),
     ({"data_parallel_size": 2}, "with data_parallel_size=2: .* set one of them to 1"),
-    ({"edit": ("resid_post",), "tensor_parallel_size": 2},
-     "with tensor_parallel_size=2: edits are not tested on both together; set one of them to 1, or leave --edit"),
 ])
 def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[str, Any], said: str) -> None:
     def start(**more: Any) -> None:
         plan: Any = SimpleNamespace(touched=["q"], asked={}, probes={}, family=object(),
                                     config=SimpleNamespace(edit=more.get("edit", ())))
         parallel = SimpleNamespace(
-            pipeline_parallel_size=2, tensor_parallel_size=more.get("tensor_parallel_size", 1), use_ubatching=False,
+            pipeline_parallel_size=2, tensor_parallel_size=1, use_ubatching=False,
             data_parallel_size=more.get("data_parallel_size", 1))
         _check_parallel(plan, SimpleNamespace(
             cache_config=None, parallel_config=parallel, speculative_config=more.get("speculative_config"),
-            lora_config=more.get("lora_config"), compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
+            lora_config=more.get("lora_config"), device_config=SimpleNamespace(device_type=more.get("device", "cuda")),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(layer_types=more.get("kinds"))),
+            compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
 
     start()
     start(edit=("resid_post",))
+    start(lora_config=object())
+    start(kinds=["full_attention", "full_attention"])
+    start(kinds=["full_attention", "sliding_attention"], device="cpu")
     with pytest.raises(StartError, match=f"pipeline_parallel_size=2.* {said}"):
         start(**more)

@@ -53,6 +53,7 @@ GROUPS: Final[dict[str, Group]] = {
 # How a model is laid out over ranks, by name; of which TAP_LAYOUT asks for one.
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "": {}, "tensor parallel": {"tensor_parallel_size": 2}, "pipeline parallel": {"pipeline_parallel_size": 2},
+    "expert parallel": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "pipeline and tensor parallel": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}}
 
 

@@ -9,8 +9,8 @@ from schemas.checks import Setting
 TESTS: Final[dict[str, Setting]] = {
     "TAP_FAMILIES": Setting("a few", "families, by commas, or `all`", "Families of models in tests of architectures "
                             "and of edits. Each test has its own default."),
-    "TAP_LAYOUT": Setting("", "`tensor parallel` or `pipeline parallel`", "How the models of `test_architectures.py` "
-                          "lie on ranks."),
+    "TAP_LAYOUT": Setting("", "`tensor parallel`, `pipeline parallel` or (GPUs) `expert parallel`",
+                          "How the models of `test_architectures.py` lie on ranks."),
     "TAP_PARITY": Setting("", "file", "The JSON file that a run writes its figures into, and the page beside it."),
     "TAP_LENS_PYTHON": Setting("", "file", "A Python that has TransformerLens (`make lens` makes it)."),
     "TAP_DRAFTERS": Setting("a few", "methods, by commas", "Methods of speculative decoding in the tests of it. Each "
