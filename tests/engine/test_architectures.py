@@ -71,7 +71,7 @@ CHOSEN = os.environ.get("TAP_FAMILIES", "gpt2,granite,glm4,qwen3,gemma2,mixtral"
     "all", ",".join([*FAMILIES, *UNLISTED])).split(",")
 # Without a table those in which a place is another than elsewhere.
 CONFIGURED = list(CONFIGURATIONS) if os.environ.get("TAP_FAMILIES") == "all" else [
-    "qwen3_moe, dense layers", "opt, norms after", "gpt_neox, sequential"]
+    "qwen3_moe, dense layers", "opt, norms after", pytest.param("gpt_neox, sequential", marks=pytest.mark.soak)]
 CELLS = [
     pytest.param(family, feature, id=f"{family}-{feature.name}".replace(" ", "_"))
     for family in CHOSEN for feature in FEATURES

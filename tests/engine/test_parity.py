@@ -25,7 +25,8 @@ RAGGED = [7, 60, 1, 33, 150, 49, 48, 2, 97, 20]
 RAW = {"codec": "raw"}
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions), "llama"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions),
+                                        pytest.param("llama", marks=pytest.mark.soak)])
 def engine(request: pytest.FixtureRequest, reader: StoreReader,
            reference_of: Callable[[str], Reference]) -> Iterator[Engine]:
     """Chunked prefill is forced by a budget smaller than most prompts; the prefix cache is on, as by default.

@@ -15,7 +15,7 @@ from tests.support.engines.engines import ALL_ROWS, Engine, prompt, start
 from tests.support.models.reference import Reference
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=pytest.mark.versions),
+@pytest.fixture(scope="module", params=[pytest.param("qwen3", marks=[pytest.mark.versions, pytest.mark.soak]),
                                         pytest.param("llama", marks=pytest.mark.soak)])
 def engine(request: pytest.FixtureRequest, store: Store, reader: StoreReader,
            reference_of: Callable[[str], Reference]) -> Iterator[Engine]:

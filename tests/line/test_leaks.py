@@ -193,6 +193,7 @@ def growth(seen: list[int]) -> float:
     return statistics.median((b - a) / (j - i) for (i, a), (j, b) in combinations(late, 2))
 
 
+@pytest.mark.soak
 @many
 def test_api_and_writer(stack: Stack, tmp_path: Path, captures: int) -> None:
     soak = captures > 1000

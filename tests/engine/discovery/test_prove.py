@@ -28,6 +28,7 @@ def prove(model: Path, *more: str) -> subprocess.CompletedProcess[str]:
                           env={**environment, "VLLM_CPU_KVCACHE_SPACE": "1"})
 
 
+@pytest.mark.soak
 def test_a_mixture_with_mixers_is_proved() -> None:
     """Where a site is of a part that is no module (a router), and where layers have other sites than their neighbours.
     """

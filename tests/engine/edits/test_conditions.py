@@ -45,6 +45,7 @@ class OwnScheduler(Scheduler):
         return super().update_from_output(*args, **kwargs)
 
 
+@pytest.mark.soak
 def test_no_condition_with_a_scheduler_that_takes_results_in_a_way_of_its_own(
         reader: StoreReader, tmp_path: Path) -> None:
     """Before the module's engine, as it has one of its own."""

@@ -20,7 +20,9 @@ from vllm_tap.fidelity.kv.job import KVJob, study
 pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gemma2", DTYPE), ("mixtral", DTYPE), ("qwen3", "bfloat16")])
+@pytest.mark.parametrize(("family", "dtype"), [
+    pytest.param("gemma2", DTYPE, marks=pytest.mark.soak), ("mixtral", DTYPE),
+    pytest.param("qwen3", "bfloat16", marks=pytest.mark.soak)])
 def test_controls_behave_on_soft_caps_and_windows_on_experts_and_in_16_bits(family: str, dtype: str, tmp_path: Path,
                                                                             reader: StoreReader) -> None:
     model = family_model(family, dtype)

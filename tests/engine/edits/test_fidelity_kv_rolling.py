@@ -24,7 +24,7 @@ from vllm_tap.fidelity.kv.modes import Window, window_of
 from vllm_tap.fidelity.kv.terms import terms_of
 from vllm_tap.fidelity.reports.report import Report
 
-pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
+pytestmark = [pytest.mark.soak, pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 CODECS = ("kv8", "k8v4", "kv4", "rot2")
 WINDOW = window_of(TOKENS, CONTEXT)

@@ -25,7 +25,7 @@ from tests.support.models.families import family_model
 from tests.support.models.features import tokens
 from tests.support.models.reference import Reference
 
-pytestmark = [pytest.mark.timeout(600),
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak,
               pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two ranks")]
 
 FAMILY = "qwen3, two K/V heads"

@@ -65,6 +65,7 @@ def ended(folder: Path) -> int:
         return 0
 
 
+@pytest.mark.soak
 def test_an_interrupt_ends_what_is_in_flight_and_leaves_nothing_open(tmp_path: Path) -> None:
     with capturing(tmp_path) as command:
         while not ended(tmp_path):
@@ -99,6 +100,7 @@ def test_an_interrupted_run_tells_which_stage_held_generation_up(tmp_path: Path)
     assert "what would lift it: another disk for --store" in said
 
 
+@pytest.mark.soak
 def test_a_start_can_be_interrupted(tmp_path: Path) -> None:
     """vLLM passes over a KeyboardInterrupt while it waits for its engine, and waits on."""
     with capturing(tmp_path) as command:

@@ -16,7 +16,8 @@ from schemas.read.reader import StoreReader
 PROMPTS, TOKENS = 2, 1600
 
 
-@pytest.mark.parametrize("codec", [pytest.param("raw", marks=pytest.mark.soak), "int8b64"])
+@pytest.mark.soak
+@pytest.mark.parametrize("codec", ["raw", "int8b64"])
 def test_the_command_tells_what_held_it_up(tmp_path: Path, codec: str) -> None:
     """A prompt is a step, whose rows raw take three rings; coded all rows of the run have room in another at once.
 

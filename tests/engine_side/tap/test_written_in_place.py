@@ -174,6 +174,7 @@ def configured(adding: str = "native", ranks: int = 1, splitting: tuple[str, ...
         kernel_config=SimpleNamespace(ir_op_priority=SimpleNamespace(fused_add_rms_norm=[adding, "native"])))
 
 
+@pytest.mark.soak
 @torch.inference_mode()
 def test_what_lies_in_staging_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config

@@ -35,6 +35,7 @@ def answers(store: Store) -> list[object]:
     return found
 
 
+@pytest.mark.soak
 def test_several_stores_in_one_database(nodes: Nodes, url: str, catalog: str, tmp_path: Path) -> None:
     urls = [f"{url}/node-{name}" for name in "bc"]
     for name, each in zip("bc", urls, strict=True):

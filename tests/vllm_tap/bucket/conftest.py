@@ -108,7 +108,7 @@ def s3(server: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultPro
     server.fault = lambda method, path: None
 
 
-@pytest.fixture(params=["folder", "s3", *(["yours"] if YOURS else [])])
+@pytest.fixture(params=[pytest.param("folder", marks=pytest.mark.soak), "s3", *(["yours"] if YOURS else [])])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty prefix."""
     if request.param == "folder":

@@ -224,6 +224,7 @@ def test_who_ends_in_the_write_of_the_head_knows_it_again(store: Path, url: str,
         compact(store)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("take_over", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_every_end_on_the_way_to_a_second_head_leaves_the_first(store: Path, tmp_path: Path, url: str, take_over: bool,
                                                                monkeypatch: pytest.MonkeyPatch) -> None:

@@ -540,6 +540,7 @@ def test_strangers_read_compressed_rows(sample: Sample, packed: Path) -> None:
         assert array.transpose(1, 0, 2).tobytes() == got.pieces["x"].tobytes()
 
 
+@pytest.mark.soak
 def test_a_damaged_compressed_byte_is_found(sample: Sample, packed: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(packed, tmp_path / "store"))
     block, = (block for block in cold_blocks_of(store) if block.compressed is not None)

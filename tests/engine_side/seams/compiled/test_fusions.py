@@ -32,6 +32,7 @@ CASES = {  # of the program: the architecture, whether it is edited, and the sit
 }
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(find_spec("vllm.compilation.passes") is None, reason="the patterns of this vLLM lie elsewhere")
 def test_what_is_named_is_what_vllms_patterns_do_not_match_any_more() -> None:
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=300)

@@ -215,6 +215,7 @@ def test_a_capture_that_is_being_made_in_a_folder_is_waited_for(nodes: Nodes, pl
         writer.stop()
 
 
+@pytest.mark.soak
 def test_one_store_that_is_gone_is_named_and_never_a_shorter_list(nodes: Nodes, cache: Path, s3: FaultProxy) -> None:
     push(nodes.stores["b"], "s3://bucket/gone/node-b")
     push(nodes.stores["c"], "s3://bucket/gone/node-c")
