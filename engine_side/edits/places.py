@@ -45,29 +45,37 @@ class EditedCall:
     lent: bool = False
 
 
+def is_editable(site: str, rule: str, source: str) -> bool:
+    """Whether changed rows can be put back where a rule (as of TapPoint) takes those of a site."""
+    rule = rule.partition(" columns ")[0]
+    if site == "resid_mid":
+        return source == "table" and rule in ("second", "argument")
+    return rule in (*_PROJECTED, *_ARGUMENTS, "stream_out", "result") or (
+        " × " not in rule and rule.partition(" ")[0] in ("argument", "arguments", "result", "results"))
+
+
 def call_of(point: TapPoint) -> EditedCall:
     """The edit of a place; StartError where its rows are made in a way that nothing can be put back into."""
+    if not is_editable(point.site, point.rule, point.source):
+        raise StartError(f"vllm-tap: {point.site}.{point.layer} cannot be edited in this model: its rows are "
+                         f"{point.rule!r} of a {type(point.module).__name__}, and changed rows cannot be put back "
+                         "there; leave it out of --edit (VLLM_TAP_EDIT)")
     name, (rule, _, columns) = f"vllm_tap_edit_{point.site}", point.rule.partition(" columns ")
     side, _, which = rule.partition(" ")
-    known, middle = point.source == "table", point.site == "resid_mid"
+    middle = point.site == "resid_mid"
     if rule in _PROJECTED:
         return EditedCall(name, parts=(0,), columns=taps.projected(point.module, _PROJECTED.index(rule)))
-    if rule in ("stream_out", "result") and not middle:
+    if rule in ("stream_out", "result"):
         return EditedCall(name, parts=(0, 1) if rule == "stream_out" else (0,))
-    if rule in _ARGUMENTS and (not middle or (known and rule in ("second", "argument"))):
+    if rule in _ARGUMENTS:
         return EditedCall(name, _ARGUMENTS[rule], in_place=middle and rule == "argument",
                           lent=rule in ("second", "stream_in") or (rule == "argument" and not middle))
-    if " × " not in rule and not middle:
-        if side in ("argument", "arguments"):
-            return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
-                                          for part in which.split(" + ")), lent=True)
-        if side in ("result", "results"):
-            first, _, last = columns.partition(":")
-            return EditedCall(name, parts=tuple(int(part) for part in which.split(" + ")),
-                              columns=(int(first), int(last)) if columns else None)
-    raise StartError(f"vllm-tap: {point.site}.{point.layer} cannot be edited in this model: its rows are "
-                     f"{point.rule!r} of a {type(point.module).__name__}, and changed rows cannot be put back there; "
-                     "leave it out of --edit (VLLM_TAP_EDIT)")
+    if side in ("argument", "arguments"):
+        return EditedCall(name, tuple((part, int(part[1:]) if part[0] == "*" else _NOWHERE)
+                                      for part in which.split(" + ")), lent=True)
+    first, _, last = columns.partition(":")
+    return EditedCall(name, parts=tuple(int(part) for part in which.split(" + ")),
+                      columns=(int(first), int(last)) if columns else None)
 
 
 def keep(model: nn.Module, tables: Tables) -> None:

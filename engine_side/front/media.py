@@ -7,8 +7,6 @@ from typing import Final
 EMBEDDED_OUTSIDE: Final = (
     "this model takes images or sound, so vLLM embeds its prompts outside of the step; arm resid_pre.0, which has "
     "the input of the first block, rows of images too, or start vLLM with --language-model-only")
-NOT_EDITED: Final = ("edits of models that take images or sound are not tested; leave --edit (VLLM_TAP_EDIT) out, or "
-                     "serve a text model")
 EXPERTS_APART: Final = (
     "this model takes images or sound, and some such models route rows of images separately, so rows of experts are "
     "not those of the step; leave router_logits and experts out")

@@ -241,9 +241,6 @@ def _hand_on(request: Any, edits: Edits) -> None:
     """Give a request its edits, and a salt of theirs; EditError where there is no room for them."""
     held, prompt_len = request.sampling_params.extra_args, len(request.prompt_token_ids)
     try:
-        if request.mm_features:
-            raise EditError("", "…", "a prompt with images, sound or video cannot be edited, because that is not "
-                            "tested; send text")
         cut(edits, prompt_len)
         OF_ENGINE.check(edits.rows_kept, request.sampling_params.n)
     except EditError:

@@ -248,8 +248,7 @@ def plan_arming(vllm_config: Any, config: EngineConfig) -> ArmingPlan:
     family = family_of(names, model_config.hf_text_config) if known else None
     plan = ArmingPlan(config, family, layers_by_site(config.arm),
                       {probe: load_probe(probe) for probe in config.probes})
-    check_media(model_config, plan.touched, bool(config.edit), vllm_config.lora_config is not None,
-                vllm_config.parallel_config.tensor_parallel_size)
+    check_media(model_config, plan.touched, vllm_config.lora_config is not None)
     _check_parallel(plan, vllm_config)
     check_exchange(vllm_config)
     if family is None:

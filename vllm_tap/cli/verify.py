@@ -76,6 +76,8 @@ def _print(path: str, outcome: Outcome) -> None:
         for name, why in site.left_out.items():
             out.print(Text(f"  not injected: {name}: {why}"))
     out.print(Text(f"prefix cache: {outcome.salt}"))
+    if outcome.left_out:
+        out.print(Text(f"left out, since this model cannot have them edited: {', '.join(outcome.left_out)}"))
     for wrong in outcome.failed:
         out.print(Text(f"FAIL: {wrong}"))
     passed = sum(place.ok for place in outcome.places)

@@ -51,11 +51,12 @@ class ModelConfig:
 
         A site that only some models of an architecture have is refused once the engine has loaded its own.
         """
+        from engine_side.front.media import DECODER_READS
         from engine_side.tap.architectures import family_of, is_known
 
         if not is_known(self.architectures):
-            if takes_more_than_text(self.architectures):
-                self._check_media(flag, sites)
+            if self.encoder_decoder and takes_more_than_text(self.architectures):
+                raise StartError(f"{flag}: {', '.join(self.architectures)}: {DECODER_READS}")
             return
         family = family_of(self.architectures, self.said)
         offered = [site for site in (*family.block, *family.model) if self.layers_of(site) != []]
@@ -65,16 +66,6 @@ class ModelConfig:
             if site not in offered:
                 raise StartError(f"{flag} = {site!r}: the architecture {', '.join(self.architectures)} has no such "
                                  f"site; valid: {', '.join(offered)}")
-
-    def _check_media(self, flag: str, sites: Sequence[str]) -> None:
-        """StartError for what has not been shown to be right of a model that takes images or sound."""
-        from engine_side.front.media import DECODER_READS, NOT_EDITED
-
-        names = ", ".join(self.architectures)
-        if self.encoder_decoder:
-            raise StartError(f"{flag}: {names}: {DECODER_READS}")
-        if flag == "--edit" and sites:
-            raise StartError(f"{flag} = {sites[0]!r}: {names}: {NOT_EDITED}")
 
     def layers_of(self, site: str) -> list[int] | None:
         """The layers in which a model of the table has a site that its family has; None where it is not known."""

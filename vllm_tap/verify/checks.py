@@ -73,6 +73,7 @@ class Outcome:
     faults: list[SiteFaults] = field(default_factory=list)
     salt: str = ""
     failed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # sites that cannot be edited in this model
 
     @property
     def ok(self) -> bool:

@@ -6,7 +6,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Final
@@ -55,8 +55,8 @@ class VerifyJob:
 
 def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:
     """Start an engine and verify it. StartError where it does not start."""
-    sites = _sites(job)
-    places = job.edit or ",".join(name for name in EDITABLE if name in sites)
+    sites, fixed = _sites(job)
+    places = job.edit or ",".join(name for name in EDITABLE if name in sites and name not in fixed)
     if not places:
         raise ArgumentError("MODEL", job.model, "has no site that can be edited")
     armed = {name.partition(".")[0] for name in parse_arm("--edit", places)}
@@ -72,20 +72,28 @@ def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:
                 raise StartError("the engine did not make itself known to the store")
             chosen = info.armed.sites
             with reporting(progress, "verifying") as tell:
-                return verify(Laboratory(engine, tape.store, chosen), tell=tell)
+                found = verify(Laboratory(engine, tape.store, chosen), tell=tell)
+            return replace(found, left_out=[] if job.edit else fixed)
         finally:
             engine.engine_core.shutdown(timeout=_SHUTDOWN_S)
 
 
-def _sites(job: VerifyJob) -> list[str]:
-    """The sites that the model has; of one in no table as a search of the loaded model finds them."""
+def _sites(job: VerifyJob) -> tuple[list[str], list[str]]:
+    """The sites that the model has, and those of them that cannot be edited; of one in no table as a search of the
+    loaded model finds them.
+    """
+    from engine_side.edits.places import is_editable
+
+    fixed: list[str] = []
     listed: SiteList = describe(job.model, load_config(job.model))
     if not listed.known:
         outcome = prove(job.model, job.engine_args, job.environment)
         if outcome.failed:
             raise StartError(f"MODEL = {job.model!r}: its sites are not proved: {outcome.failed}")
         listed = as_found(listed, outcome)
-    return [entry.site for entry in listed.sites]
+        fixed = [site for site, found in outcome.sites.items() if site in EDITABLE and not all(
+            is_editable(site, place.rule, "structure") for place in found.places)]
+    return [entry.site for entry in listed.sites], fixed
 
 
 def _set_environment(job: VerifyJob) -> None:

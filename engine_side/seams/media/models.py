@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from engine_side.front.media import DECODER_READS, EMBEDDED_OUTSIDE, EXPERTS_APART, NOT_EDITED
+from engine_side.front.media import DECODER_READS, EMBEDDED_OUTSIDE, EXPERTS_APART
 from schemas.errors import StartError
 
 _NOISE_ROWS: Final = 64  # a graph is padded to no more
@@ -45,8 +45,7 @@ def language_model(model: nn.Module, model_config: Any) -> nn.Module:
                          f"the language model ({error!r}); take a text model") from None
 
 
-def check_media(model_config: Any, tapped: Collection[str] = (), edited: bool = False, adapters: bool = False,
-                ranks: int = 1) -> None:
+def check_media(model_config: Any, tapped: Collection[str] = (), adapters: bool = False) -> None:
     """StartError for what has not been shown to be right of a model that takes more than text."""
     if not takes_media(model_config):
         return
@@ -63,14 +62,9 @@ def check_media(model_config: Any, tapped: Collection[str] = (), edited: bool = 
     if getattr(model_config, "uses_xdrope_dim", 0):
         raise StartError(f"vllm-tap: {names} has positions in several dimensions (XD-RoPE), which are not tested; take "
                          "another model")
-    if ranks > 1:
-        raise StartError(f"vllm-tap: tensor_parallel_size={ranks}: models that take images or sound, such as {names}, "
-                         "are not tested on several ranks; set it to 1")
     if adapters:
         raise StartError(f"vllm-tap: enable_lora: adapters of models that take images or sound, such as {names}, are "
                          "not tested; leave enable_lora out")
-    if edited:
-        raise StartError(f"vllm-tap: {names}: {NOT_EDITED}")
 
 
 def positions_of(tokens: int, model_config: Any, device: torch.device) -> torch.Tensor:

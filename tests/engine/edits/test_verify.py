@@ -17,6 +17,7 @@ from tests.engine.conftest import ENVIRONMENT
 from tests.support.engines.engines import DTYPE, ON_GPU, in_this_process, shut_down
 from tests.support.models.common import COMMON
 from tests.support.models.families import FAMILIES, family_model
+from tests.support.models.imaged import NO_VISION
 from tests.support.store_helpers import ROOT
 from vllm_tap import open_store
 from vllm_tap.tiny_model import cache_dir
@@ -103,17 +104,33 @@ def test_an_engine_without_a_salt_fails(lab: Laboratory, monkeypatch: pytest.Mon
     assert "read 32 tokens that an edited one had left" in found.failed[0]
 
 
+def by_the_command(family: str, *more: str) -> dict[str, Any]:
+    """What the command says of every place that a family has."""
+    environment = {name: value for name, value in (os.environ | ENVIRONMENT).items()
+                   if not name.startswith("VLLM_TAP_") and name != "VLLM_CPU_CI_ENV"}
+    run = subprocess.run([sys.executable, "-m", "vllm_tap", "verify", str(family_model(family, DTYPE)), "--json", "--",
+                          "--dtype", DTYPE, "--max-model-len", "256", "--block-size", "32", "--max-num-seqs", "8",
+                          *more], env=environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}, cwd=ROOT, text=True,
+                         capture_output=True, timeout=880)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
+    found: dict[str, Any] = json.loads(run.stdout)
+    assert found["ok"] and len(found["places"]) >= 3 * len(LAYERS)
+    assert {site["site"] for site in found["faults"]} == {place["site"] for place in found["places"]}
+    return found
+
+
 @pytest.mark.soak  # a process each
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_by_the_command(family: str) -> None:
     """Compiled as by default, every place that the family has."""
-    environment = {name: value for name, value in (os.environ | ENVIRONMENT).items()
-                   if not name.startswith("VLLM_TAP_") and name != "VLLM_CPU_CI_ENV"}
-    run = subprocess.run([sys.executable, "-m", "vllm_tap", "verify", str(family_model(family, DTYPE)), "--json", "--",
-                          "--dtype", DTYPE, "--max-model-len", "256", "--block-size", "32", "--max-num-seqs", "8"],
-                         env=environment | {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}, cwd=ROOT, text=True,
-                         capture_output=True, timeout=880)
-    assert run.returncode == 0, (run.stdout + run.stderr)[-6000:]
-    found = json.loads(run.stdout)
-    assert found["ok"] and len(found["places"]) >= 3 * len(LAYERS)
-    assert {site["site"] for site in found["faults"]} == {place["site"] for place in found["places"]}
+    assert not by_the_command(family)["left_out"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("family", "fixed"), [
+    ("glm4", ["resid_mid"]), ("granite", ["resid_mid", "attn_out", "mlp_out"]),
+    pytest.param("qwen2_5_vl", ["resid_mid"], marks=pytest.mark.skipif(bool(NO_VISION), reason=NO_VISION))])
+def test_of_a_model_in_no_table_what_cannot_be_edited_is_left_out_by_name(family: str, fixed: list[str]) -> None:
+    found = by_the_command(family, "--enforce-eager")
+    assert sorted(found["left_out"]) == sorted(fixed)
+    assert not {place["site"] for place in found["places"]} & set(fixed)

@@ -123,7 +123,6 @@ def test_an_image_of_a_refused_request_is_sent_with_the_next(engines: OneAtATime
 @pytest.mark.parametrize(("setting", "value", "why"), [
     ("VLLM_TAP_ARM", "resid_post,embed", "cannot arm embed.*resid_pre.0.*--language-model-only"),
     ("VLLM_TAP_ARM", "resid_post,experts", "cannot arm experts: this model takes images or sound"),
-    ("VLLM_TAP_EDIT", "resid_post", "Gemma3ForConditionalGeneration: edits of models that take images"),
     ("", "", "enable_lora: adapters of models that take images or sound, such as Gemma3ForConditionalGeneration")])
 def test_what_was_not_shown_is_refused_at_start(setting: str, value: str, why: str, reader: StoreReader,
                                                 monkeypatch: pytest.MonkeyPatch, engines: OneAtATime) -> None:

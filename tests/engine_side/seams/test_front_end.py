@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from engine_side.front import admission
+from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.seams.front_end import _hand_on, _process_inputs
-from schemas.edits.resolved import Edits
+from schemas.edits.resolved import REPLACED, Edits, Placed
 from schemas.errors import EditError, SpecError
 from schemas.limits import capture_samples_max
 from schemas.spec import Armed
@@ -20,19 +21,20 @@ from tests.support.store_helpers import WriterProcess, until
 from tests.writer_service.test_metrics import scrape
 
 
-def test_a_prompt_with_images_is_not_edited_and_gives_its_id_back() -> None:
+def test_a_request_whose_edits_have_no_room_gives_its_id_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OF_ENGINE, "limit", 0)
     shape = admission.Shape(Armed({}, 2), {})
     spec = {"sites": [], "id": "01JZZZZZZZZZZZZZZZZZZZZZZZ"}
 
-    def request(features: list[object]) -> Any:
+    def request() -> Any:
         ticket = admission.admit(spec, None, n=1, prompt_number=0, shape=shape)
         return SimpleNamespace(sampling_params=SimpleNamespace(n=1, extra_args={"capture": ticket}), cache_salt=None,
-                               prompt_token_ids=[1, 2], mm_features=features)
+                               prompt_token_ids=[1, 2])
 
-    edits: Any = Edits([], {}, "[]")
-    with pytest.raises(EditError, match="a prompt with images, sound or video cannot be edited"):
-        _hand_on(request([object()]), edits)
-    _hand_on(taken := request([]), edits)
+    row = Placed("resid_post", [0], [(0, 1)], REPLACED, "digest", rows=1)
+    with pytest.raises(EditError, match="'1 rows': the engine has room for 0"):
+        _hand_on(request(), Edits([row], {"digest": bytes(8)}, "[]"))
+    _hand_on(taken := request(), Edits([], {}, "[]"))
     assert "vllm-tap-edit" in taken.cache_salt
 
 

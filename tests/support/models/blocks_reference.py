@@ -132,10 +132,15 @@ class BlocksReference:
         self._rows, self._edits = {}, edits
         try:
             with torch.inference_mode():
-                chances = self.model(torch.tensor(tokens)[None]).logits[0].float().log_softmax(-1)
+                ids = torch.tensor(tokens)[None]
+                chances = self.model(ids, **self._seen(ids)).logits[0].float().log_softmax(-1)
         finally:
             self._edits = {}
         return {key: rows.numpy() for key, rows in self._rows.items()}, chances.numpy()
+
+    def _seen(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What a forward is given beside the tokens."""
+        return {}
 
     @lru_cache(maxsize=256)  # noqa: B019 (one reference a family and session)
     def rows(self, tokens: tuple[int, ...]) -> dict[tuple[str, int], F32]:

@@ -23,15 +23,20 @@ class ImagesReference(BlocksReference):
         self.kinds, self.processor = IMAGED[family].kinds, processor(family)
         self.images: Sequence[Any] = ()
 
+    def _seen(self, ids: torch.Tensor) -> dict[str, Any]:
+        """What a forward is given beside the tokens."""
+        if not self.images:
+            return {}
+        given = dict(self.processor.image_processor(images=list(self.images), return_tensors="pt"))
+        given.pop("num_crops", None)  # of a kind of cutting that is off
+        return given | ({self.kinds: (ids == PART).long()} if self.kinds else {})
+
     def rows(self, tokens: tuple[int, ...]) -> dict[tuple[str, int], npt.NDArray[np.float32]]:
         """``{(site, layer): [tokens, width]}``."""
         if not self.images:
             return super().rows(tokens)
         ids = torch.tensor(tokens)[None]
-        given = dict(self.processor.image_processor(images=list(self.images), return_tensors="pt"))
-        given.pop("num_crops", None)  # of a kind of cutting that is off
-        kinds = {self.kinds: (ids == PART).long()} if self.kinds else {}
         self._rows = {}
         with torch.inference_mode():
-            self._keep("final_norm", 0, self.model.model(input_ids=ids, **given, **kinds).last_hidden_state)
+            self._keep("final_norm", 0, self.model.model(input_ids=ids, **self._seen(ids)).last_hidden_state)
         return self._read()

@@ -579,8 +579,6 @@ def test_a_configuration_that_may_become_another_is_left_to_the_engine(tmp_path:
 @pytest.mark.parametrize("wrong, more, says", [
     ({"architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, [],
      "WhisperForConditionalGeneration: its decoder reads an encoder's output"),
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["--edit", "resid_post"],
-     "--edit = 'resid_post': Gemma3ForConditionalGeneration: edits of models that take images"),
     ({"num_hidden_layers": 2}, [], "layers 0 to 1"),
     ({}, ["--", "--max-num-seqs", "4", "--model_impl=transformers"], "Qwen3ForCausalLM are known in vLLM's own code"),
     ({}, ["--", "--model-impl", "transformers"], "--model-impl = 'transformers' after --"),
