@@ -26,7 +26,7 @@ from engine_side.seams.media.models import check_media, embeds_outside, language
 from engine_side.seams.ranks.agreement import Alone, of_stages, together
 from engine_side.seams.ranks.pipeline import arriving, stage_of
 from engine_side.tap import taps
-from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, is_known
+from engine_side.tap.architectures import Family, TapPoint, every_point, family_of, found_names, is_known
 from engine_side.tap.stages import Stage
 from schemas.errors import StartError
 
@@ -87,7 +87,8 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
         kind = Contradicted if contradicted else StartError
         raise kind(f"{begin}{FAILED}on stage {number} of the pipeline: {reason}" if begin else why) from failed
     with together():  # so is what follows this
-        return joined([each for each, _ in told if each is not None])
+        family = joined([each for each, _ in told if each is not None])
+    return replace(family, names=found_names(vllm_config.model_config.architectures, family.names))
 
 
 def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool, stage: Stage) -> Part:

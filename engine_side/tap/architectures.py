@@ -307,6 +307,16 @@ def family_of(names: Sequence[str], config: object) -> Family:
     return replace(family, block=block, model=model, refused=switches.sites, sums=switches.sums)
 
 
+# Hugging Face's modules of these return the stream, with what they made added; TransformerLens's hooks have that.
+_ADDED_INSIDE: Final = frozenset({"BloomForCausalLM"})
+
+
+def found_names(architectures: Sequence[str], found: Mapping[str, str]) -> dict[str, str]:
+    """``Family.names`` of a model in no table, without those that TransformerLens gives other tensors there."""
+    return {name: site for name, site in found.items()
+            if name == "hook_embed" or _ADDED_INSIDE.isdisjoint(architectures)}
+
+
 def lens_names(names: Sequence[str]) -> Mapping[str, str]:
     """``Family.names`` of a model's architectures; none where nothing is known of them."""
     return next((ARCHITECTURES[name].names for name in names if name in ARCHITECTURES), {})
