@@ -44,7 +44,8 @@ from vllm_tap.tiny_model import cache_dir, tiny_model
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak,
               pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU cannot hold two engines")]
-on_a_cpu = pytest.mark.skipif(ON_GPU, reason="of vLLM's CPU build, or of four ranks")
+on_a_cpu = pytest.mark.skipif(ON_GPU, reason="of vLLM's CPU build")
+four_ranks = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 4, reason="NOT RUN: needs four GPUs")
 ROUTED = ("router_logits", "experts")
 STEER = np.random.default_rng(8).standard_normal(256).astype(np.float32)
 
@@ -196,11 +197,11 @@ def sender_of(pid: int, engine: int, rank: int | None = None) -> int:
     return senders[0]
 
 
-@on_a_cpu
+@four_ranks
 def test_engines_of_two_ranks_each_and_one_whose_sender_is_killed(tmp_path: Path,
                                                                   reference_of: Callable[[str], Reference]) -> None:
     """A group each. What needs the dead rank of one of them is refused over HTTP, the rest goes on at both."""
-    model, sites = tiny_model(), SITES_OF["qwen3"]
+    model, sites = tiny_model(dtype=DTYPE), SITES_OF["qwen3"]
     with two_engines(tmp_path, model, sites, (), ["--tensor-parallel-size", "2"]) as service:
         captures = service.ask_at_once([5, 40, 31, 12], 20)
         check(service, reference_of("qwen3"), captures, ranks=2)

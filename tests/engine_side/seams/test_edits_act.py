@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from vllm.config import CUDAGraphMode
 
 from engine_side.edits import places
 from engine_side.edits.editor import Editor
@@ -269,7 +270,7 @@ def test_what_a_router_says_is_refused_where_it_sees_other_rows(site: str, more:
     ({"lora_config": object(), "device": "cpu"}, "vLLM's CPU build ends with adapters .* leave enable_lora out"),
     ({"lora_config": object(), "edit": ("resid_post",)}, "edits beside adapters .* leave enable_lora out"),
     ({"kinds": ["full_attention", "sliding_attention"]},
-     r"layers of several kinds \(full_attention, sliding_attention\)"),
+     r"layers of several kinds \(full_attention, sliding_attention\).* set cudagraph_mode to PIECEWISE"),
     ({"data_parallel_size": 2}, "with data_parallel_size=2: .* set one of them to 1"),
 ])
 def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[str, Any], said: str) -> None:
@@ -283,12 +284,15 @@ def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[st
             cache_config=None, parallel_config=parallel, speculative_config=more.get("speculative_config"),
             lora_config=more.get("lora_config"), device_config=SimpleNamespace(device_type=more.get("device", "cuda")),
             model_config=SimpleNamespace(hf_text_config=SimpleNamespace(layer_types=more.get("kinds"))),
-            compilation_config=SimpleNamespace(pass_config=SimpleNamespace())))
+            compilation_config=SimpleNamespace(
+                pass_config=SimpleNamespace(),
+                cudagraph_mode=CUDAGraphMode[more.get("graphs", "FULL_AND_PIECEWISE")])))
 
     start()
     start(edit=("resid_post",))
     start(lora_config=object())
     start(kinds=["full_attention", "full_attention"])
     start(kinds=["full_attention", "sliding_attention"], device="cpu")
+    start(kinds=["full_attention", "sliding_attention"], graphs="PIECEWISE")
     with pytest.raises(StartError, match=f"pipeline_parallel_size=2.* {said}"):
         start(**more)
