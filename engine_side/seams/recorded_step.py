@@ -93,6 +93,7 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
 
 def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool, stage: Stage) -> Part:
     """The part of the search's outcome for the blocks that this process has."""
+    _adopt_kernels(model)
     model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
     ids = _ids(vllm_config, draws)
     shape = Shape(model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(), model_config.dtype,
@@ -106,6 +107,18 @@ def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: 
         with search.recorded(noise) as outside:
             crossing = step(ids)
         return search.found(outside, crossing)
+
+
+def _adopt_kernels(model: nn.Module) -> None:
+    """Put attention kernels that a model keeps beside its modules into the modules that call them.
+
+    Older vLLM's Transformers back end has them in a dictionary by layer; newer vLLM has them in those modules itself.
+    """
+    beside: dict[int, nn.Module] = getattr(model, "attention_instances", {})
+    # The inner ones come last.
+    callers = {module.layer_idx: module for module in model.modules() if hasattr(module, "layer_idx")}
+    for layer in beside.keys() & callers.keys():
+        callers[layer].attn = beside[layer]
 
 
 def _factors(model_config: Any) -> list[float]:

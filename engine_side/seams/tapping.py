@@ -39,6 +39,7 @@ from engine_side.tap.architectures import (
     find_embedding,
     find_points,
     find_sums,
+    has_blocks,
     is_known,
 )
 from engine_side.tap.probe_scores import scorer
@@ -223,6 +224,10 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
 
     StartError where its sites are not found, or are not what its table says.
     """
+    if plan.family is not None and not has_blocks(model, plan.family):  # a class of another vLLM, by the same name
+        plan = replace(plan, family=None)
+        _check_parallel(plan, vllm_config)
+        _check_unknown(list(vllm_config.model_config.architectures), vllm_config)
     if plan.family is not None and vllm_config.parallel_config.data_parallel_size > 1:
         return replace(plan, family=unproved(model, plan.family, "other engines of a data-parallel group would have to "
                                              "take the search's step too"))

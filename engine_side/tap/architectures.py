@@ -241,6 +241,11 @@ def every_point(model: nn.Module, family: Family, hidden: int, stage: Stage | No
             yield _point(site, 0, module, place, hidden)
 
 
+def has_blocks(model: nn.Module, family: Family) -> bool:
+    """Whether a model's blocks are where its family has them."""
+    return _part(model, family.layers) is not None
+
+
 def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
                  ) -> Iterator[tuple[tuple[nn.Module, nn.Module], TapPoint]]:
     """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from engine_side.plugin import register
 from engine_side.tap.architectures import ARCHITECTURES
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engine, OneAtATime, in_this_process
@@ -57,8 +58,21 @@ def tolerance(family: str) -> float:
     return TOLERANCE if ON_GPU or family not in UNLISTED else UNLISTED[family].tolerance
 
 
+# Rows of these are not Hugging Face's with vLLM 0.26 on a GPU: the bar that a test below holds vLLM's own answers to.
+OFF_ON_GPU = {
+    "cohere2": "the window is a token shorter than in vLLM 0.32",
+    "gemma4_text": "results of attention before their norm are off by 0.19",
+    "granite_swa": "vLLM 0.27 on a CPU is as far off without taps",
+    "minimax_m2": "its own kernel norms queries and keys; vLLM 0.27 on a CPU is right",
+    "ministral3": "vLLM leaves out Llama 4's scaling of queries",
+    "olmo3": "every layer has a window; vLLM 0.27 on a CPU does not run such a model, with or without taps",
+} if ON_GPU else {}
+
+
 def why_not(family: str, feature: Feature) -> str:
     """Why a feature is not run on a family on this machine; empty where it is."""
+    if family in OFF_ON_GPU:
+        return OFF_ON_GPU[family]
     if NO_VISION and (family in IMAGED or (family in UNLISTED and UNLISTED[family].vision)):
         return NO_VISION
     here = UNLISTED[family].not_run if family in UNLISTED else {}
@@ -158,13 +172,26 @@ def test_every_site(family: str, feature: Feature, engines: OneAtATime, errors: 
     assert max(worst.values()) <= tolerance(family), worst
 
 
-@pytest.mark.parametrize("family", [name for name in CHOSEN if name in UNLISTED and UNLISTED[name].why])
+@pytest.mark.soak
+@pytest.mark.versions
+@pytest.mark.parametrize("family", ["gpt_neox", "starcoder2"])
+def test_models_that_vllm_runs_by_transformers(family: str, engines: OneAtATime) -> None:
+    """In older vLLM the first has a class of vLLM's own, and the attention of the other is in no module."""
+    engine = engines.of(family, FEATURES[0].group)
+    for one in FEATURES[0].run(engine):
+        assert max(site_errors(engine, one, family).values()) <= tolerance(family)
+
+
+@pytest.mark.parametrize("family", [name for name in CHOSEN if name in OFF_ON_GPU
+                                    or (name in UNLISTED and UNLISTED[name].why)])
 def test_where_the_bar_is_wider_vllm_computes_another_number(
-    family: str, engines: OneAtATime, errors: parity_page.Errors, own: dict[str, dict[str, float]],
+    family: str, engines: OneAtATime, reader: StoreReader, errors: parity_page.Errors,
+    own: dict[str, dict[str, float]],
 ) -> None:
     """Without taps too: its log-probabilities are those of the captured rows, and not Hugging Face's."""
+    register()  # vLLM asks once a process, and may ask for the engine without taps
     engines.close()
-    engine = started(family, FEATURES[0].group, engines.reader, tapped=False)
+    engine = started(family, FEATURES[0].group, reader, tapped=False)
     prompts = [tokens(length, seed=length) for length in (9, 80, 33)]
     says = [said_of_prompt(output) for output in
             engine.run(prompts, [{"max_tokens": 1, "prompt_logprobs": 512}] * 3, [None] * 3)]
@@ -178,7 +205,7 @@ def test_where_the_bar_is_wider_vllm_computes_another_number(
                 logits = engine.reference.model.get_output_embeddings()(torch.tensor(final[: len(said)]))
             worst[which] = max(worst[which], float(np.abs(logits.log_softmax(-1).numpy() - said).max()))
     own[family] = worst
-    assert worst["rows"] <= 1e-4 and worst["rows"] <= worst["vllm"] / 10, worst
+    assert worst["rows"] <= (0.1 if ON_GPU else 1e-4) and worst["rows"] <= worst["vllm"] / 10, worst
 
 
 def said_of_prompt(output: Any) -> npt.NDArray[np.float32]:

@@ -25,9 +25,11 @@ from tests.support.models.images_reference import ImagesReference
 
 on_a_cpu = pytest.mark.skipif(ON_GPU, reason="vLLM has the same there, and its engine is in another process")
 
+NOT_ON_A_GPU = {"gemma3": "there its images' parts attend to later ones, which the reference does not model",
+                "mistral3": "vLLM 0.26 does not import it beside transformers 5.17"} if ON_GPU else {}
 # Without a table to fill those that differ most: layers with a window, and positions in three dimensions.
 FAMILIES = [pytest.param(name, marks=[
-    *([pytest.mark.skip(reason=NO_VISION)] if NO_VISION else []),
+    *([pytest.mark.skip(reason=why)] if (why := NO_VISION or NOT_ON_A_GPU.get(name, "")) else []),
     *([] if name in ("gemma3", "qwen2_5_vl") or TABLE else [pytest.mark.soak])]) for name in IMAGED]
 
 
@@ -119,6 +121,7 @@ def test_an_image_of_a_refused_request_is_sent_with_the_next(engines: OneAtATime
     check(engine, run(engine, prompt, [image(9)], RAW), family)
 
 
+@on_a_cpu
 @pytest.mark.skipif(bool(NO_VISION), reason=NO_VISION)
 @pytest.mark.parametrize(("setting", "value", "why"), [
     ("VLLM_TAP_ARM", "resid_post,embed", "cannot arm embed.*resid_pre.0.*--language-model-only"),
@@ -152,6 +155,7 @@ def test_other_media_are_refused_by_name() -> None:
         (2, 5), (9, 11), (12, 13)]
 
 
+@on_a_cpu
 @pytest.mark.skipif(bool(NO_VISION), reason=NO_VISION)
 def test_sites_of_such_a_model_are_proved_by_the_command() -> None:
     done = prove(family_model("qwen2_5_vl", "float32"), "--json", "--", "--dtype", "float32")
@@ -162,6 +166,7 @@ def test_sites_of_such_a_model_are_proved_by_the_command() -> None:
     assert "embed" not in found["proof"]["sites"] and "outside of the step" in found["refused"]["embed"]
 
 
+@on_a_cpu
 @pytest.mark.skipif(bool(NO_VISION), reason=NO_VISION)
 def test_the_language_model_alone_has_its_embedding(reader: StoreReader, monkeypatch: pytest.MonkeyPatch,
                                                     engines: OneAtATime) -> None:

@@ -90,8 +90,9 @@ def test_answers_and_rows_of_two_stages(family: str, more: dict[str, Any], reade
         for prompts in batches():
             for one in engine.run(prompts, [ASKED] * 8, [RAW] * 8):
                 begin, end = one.prompt_len - 1, len(one.tokens) - 1
-                for whose, rows in (("captured", engine.reader.slice(one.id, "final_norm", [0], begin, end).values()[0]),
-                                    ("Hugging Face", engine.reference.rows(one.tokens)["final_norm", 0][begin:end])):
+                captured = engine.reader.slice(one.id, "final_norm", [0], begin, end).values()[0]
+                wanted = engine.reference.rows(one.tokens)["final_norm", 0][begin:end]
+                for whose, rows in (("captured", captured), ("Hugging Face", wanted)):
                     off[whose] = max(off[whose], float(apart(engine, rows, one.output).max()))
     finally:
         engine.close()

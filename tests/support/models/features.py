@@ -59,7 +59,7 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 def options(family: str, group: str) -> dict[str, Any]:
     """Engine options of a group; the scheduler's has too few cache blocks for what ``preempted`` wants."""
-    more = UNLISTED[family].engine if family in UNLISTED else {}
+    more = UNLISTED[family].engine if family in UNLISTED and not ON_GPU else {}
     few = {"num_gpu_blocks_override": _few_blocks(family)} if group == "scheduler" else {}
     return {"max_num_batched_tokens": BATCHED_TOKENS, "block_size": BLOCK, **GROUPS[group].options, **few, **more}
 

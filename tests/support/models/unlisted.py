@@ -35,7 +35,8 @@ class Unlisted:
     row apart, where vLLM leaves them side by side. ``grouped``: whether the router's choice is not that of the largest
     logits, since it goes by groups or by a bias. ``mixed``: whether an expert of a smaller logit may weigh more.
     ``scale``: by what the embedding module that vLLM runs multiplies the rows of its table.
-    ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's.
+    ``zero``: the end of the names of parameters that are zeros, and ``because``. ``engine``: options of vLLM's CPU
+    build.
     ``dtype``: the model's, where a kernel of vLLM's CPU build knows no other; a row's error is then over its length or
     that of the median row, the longer: single rows of linear attention come near to zero.
     ``blocks``: of the cache, fewer than eight requests want, where its kind does not say how many. ``here``: whether
@@ -162,8 +163,8 @@ UNLISTED: Final[dict[str, Unlisted]] = {
                        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
                       attention=("self_attention.dense",), mlp=("mlp.dense_4h_to_h",), tolerance=1e-3,
                       why="vLLM computes another form of GELU"),
-    "cohere": Unlisted(COMMON, reads=TIED, **_PARALLEL),
-    "cohere2": Unlisted({**COMMON, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65, **TIED},
+    "cohere": Unlisted({**COMMON, **TIED}, **_PARALLEL),
+    "cohere2": Unlisted({**COMMON, **TIED, "sliding_window": 64, "layer_types": _THREE}, reads={"sliding_window": 65},
                         **_PARALLEL),
     "cwm": Unlisted({**COMMON, **HEADS, "sliding_window": 64, "layer_types": _LAST}, **_APART),
     "deepseek_v2": Unlisted({**COMMON, **_MLA, "n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy",
