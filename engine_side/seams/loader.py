@@ -16,6 +16,7 @@ from torch import nn
 
 from engine_side import worker
 from engine_side.config import VARIABLES, from_environment
+from engine_side.seams.compiled import loop_split
 from engine_side.seams.patching import when_imported, wrap, wrap_when_imported
 from engine_side.seams.self_test import self_test
 from engine_side.seams.tapping import look_into, plan_arming, tap_model
@@ -27,6 +28,7 @@ _PLAN: Final = "vllm_tap_plan"
 def connect() -> None:
     """Install the wrappers, and salt vLLM's caches of compiled graphs."""
     _salt_caches()
+    loop_split.connect()
     wrap_when_imported("vllm.model_executor.model_loader.base_loader", {"BaseModelLoader.load_model": _load_model})
     wrap_when_imported("vllm.v1.worker.lora_model_runner_mixin", {
         "LoRAModelRunnerMixin.load_lora_model": _load_lora_model,

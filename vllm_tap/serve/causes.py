@@ -30,10 +30,6 @@ _HELPS: Final = (
     (re.compile(r"OutOfMemoryError|out of memory|Cannot allocate memory"),
      "`-- --gpu-memory-utilization 0.8`, `-- --max-num-batched-tokens 2048`, a smaller --max-model-len; fewer sites or "
      "layers armed, whose staging takes memory too; or end what else uses this device"),
-    # Inductor for CPUs takes two symbols of one size for different ones (torch 2.13, codegen/cpp.py, try_loop_split).
-    (re.compile(r"InductorError: AssertionError: \(\{y0: s\d+, .*\}, \{y0: s\d+, "),
-     "`-- --enforce-eager`, or --edit without q_rot and k_rot: torch's compiler for CPUs fails where they are captured "
-     "too"),
 )
 
 

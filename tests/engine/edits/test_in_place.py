@@ -54,10 +54,9 @@ def an_engine(family: str, group: str, reader: StoreReader, folder: Any) -> Iter
     made.close()
 
 
-# Inductor's C++ does not compile vLLM's GPT-NeoX, which is Hugging Face's (torch 2.13: cpp.py, try_loop_split).
 @pytest.fixture(scope="module", params=[*((family, "scheduler") for family in FAMILIES), *(
     pytest.param((family, group), marks=pytest.mark.soak) for family in KNOWN for group in ("scheduler", "compiled")
-    if (family not in FAMILIES or group != "scheduler") and (family, group) != ("gpt_neox", "compiled"))], ids="-".join)
+    if family not in FAMILIES or group != "scheduler")], ids="-".join)
 def engine(request: pytest.FixtureRequest, reader: StoreReader, tmp_path_factory: pytest.TempPathFactory
            ) -> Iterator[Engine]:
     yield from an_engine(*request.param, reader, tmp_path_factory.mktemp("vectors"))

@@ -106,3 +106,42 @@ def test_several_parts_of_one_tensor(kind: type[Attention], path: str, rules: tu
     for site, buffer in rows.items():
         torch.testing.assert_close(rows_compiled[site], buffer, rtol=1e-5, atol=1e-5)
         assert bool(buffer.any()) == tapped, site
+
+
+class Norm(nn.Module):
+    """A norm of the sum of two tensors, which it computes in float32, as vLLM's own does."""
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        summed = hidden.float() + residual.float()
+        return (summed * summed.pow(2).mean(dim=-1, keepdim=True).rsqrt()).to(hidden.dtype)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden + 1, residual * 2)  # type: ignore[no-any-return]
+
+
+@torch.inference_mode()
+def test_an_edited_sum_is_rounded_before_it_goes_on() -> None:
+    """In bfloat16 on a CPU: a row set to itself, as it was captured, gives the bits of one that is multiplied by 1."""
+    torch.manual_seed(0)
+    model, row = Normed().eval(), 4
+    point = TapPoint("resid_post", 0, model.norm, "argument hidden + residual", HIDDEN, "")
+    made = tables({("resid_post", 0): HIDDEN}, Size(TOKENS, 2, 2, 8), {}, torch.device("cpu"))
+    made.programs[row] = made.every_slot[0, 1, 0] = 1
+    places.edit_arguments([point], made)
+    torch._dynamo.reset()
+    run, (pool,) = torch.compile(model, dynamic=True, fullgraph=True), made.pools.values()
+    hidden, residual = (torch.randn(11, HIDDEN, dtype=torch.bfloat16) for _ in range(2))
+    seen = []
+    for form, vector in (([1.0, 0.0, 0.0, 0.0], torch.zeros(HIDDEN)),
+                         ([0.0, 1.0, 0.0, 0.0], ((hidden + 1) + residual * 2)[row].float())):
+        pool.forms[1], pool.vectors[1] = torch.tensor(form), vector
+        with config.patch(enable_auto_functionalized_v2=False):
+            seen.append(run(hidden, residual))
+    assert torch.equal(*seen)
+    assert made.counts[0, 1] == 2

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from vllm_tap.serve.causes import advice_for
 from vllm_tap.serve.model_config import read_config
 
 TALKS = """
@@ -36,9 +35,3 @@ def test_a_progress_bar_is_seen_before_its_line_ends() -> None:
 @pytest.mark.parametrize("model", ["s3://bucket/model", "a/b/c", "org/X-GGUF:Q4"])
 def test_a_name_that_is_none_of_the_hubs_is_left_to_vllm(model: str) -> None:
     assert read_config(model, ()) is None
-
-
-def test_what_helps_against_torchs_compiler_for_cpus_is_told() -> None:
-    cause = "InductorError: AssertionError: ({y0: s72, y1: 4, y2: 32}, {y0: s80, y1: 4, y2: 32})"
-    assert "--enforce-eager" in (advice_for(cause) or "")
-    assert advice_for("InductorError: RuntimeError: no compiler") is None
