@@ -93,9 +93,9 @@ def _searched(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], su
 
 def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: bool, stage: Stage) -> Part:
     """The part of the search's outcome for the blocks that this process has."""
-    _adopt_kernels(model)
     model_config, draws = vllm_config.model_config, torch.Generator().manual_seed(0)
     ids = _ids(vllm_config, draws)
+    _adopt_kernels(model, vllm_config, ids)
     shape = Shape(model_config.get_total_num_hidden_layers(), model_config.get_hidden_size(), model_config.dtype,
                   _factors(model_config), language_model(model, model_config), stage)
     search = Discovery(model, shape, ids, _roles(), claims, sums)
@@ -109,16 +109,28 @@ def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: 
         return search.found(outside, crossing)
 
 
-def _adopt_kernels(model: nn.Module) -> None:
-    """Put attention kernels that a model keeps beside its modules into the modules that call them.
+def _adopt_kernels(model: nn.Module, vllm_config: Any, ids: torch.Tensor) -> None:
+    """Put attention kernels that a model keeps beside its modules into the modules that call them, as a step shows.
 
     Older vLLM's Transformers back end has them in a dictionary by layer; newer vLLM has them in those modules itself.
     """
     beside: dict[int, nn.Module] = getattr(model, "attention_instances", {})
-    # The inner ones come last.
-    callers = {module.layer_idx: module for module in model.modules() if hasattr(module, "layer_idx")}
-    for layer in beside.keys() & callers.keys():
-        callers[layer].attn = beside[layer]
+    if not beside:
+        return
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    attend = ALL_ATTENTION_FUNCTIONS["vllm"]
+
+    def attending(module: Any, *args: Any, **kwargs: Any) -> Any:
+        module.vllm_attention = beside[module.layer_idx]
+        return attend(module, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["vllm"] = attending
+    try:
+        with _a_step(model, vllm_config) as step:
+            step(ids)
+    finally:
+        ALL_ATTENTION_FUNCTIONS["vllm"] = attend
 
 
 def _factors(model_config: Any) -> list[float]:
