@@ -57,7 +57,7 @@ class VerifyJob:
 
 
 def _known(store: Path) -> EngineInfo:
-    """What the engine has told of itself. It tells it at its start, and a busy writer hears it later."""
+    """Description of the engine in its store. The engine sends it at its start, and a busy writer hears it later."""
     deadline = time.monotonic() + _KNOWN_S
     with StoreReader(store) as reader:
         while (info := reader.engine()) is None:
