@@ -93,7 +93,7 @@ def find_edits(sampling_params: Any) -> Edits | None:
         return None
 
 
-def unresolved(sampling_params: Any) -> bool:
-    """Whether a request has a spec or edits as its caller wrote them: it came through a front end without taps."""
+def unread(sampling_params: Any) -> bool:
+    """Whether a request without a ticket asks for a capture or edits: it came through a front end without taps."""
     extra = getattr(sampling_params, "extra_args", None)
-    return isinstance(extra, dict) and bool({KEY, EDIT_KEY} & extra.keys()) and find(sampling_params) is None
+    return isinstance(extra, dict) and not extra.keys().isdisjoint((KEY, EDIT_KEY))

@@ -21,7 +21,7 @@ from engine_side import worker
 from engine_side.edits.conditions import Conditions
 from engine_side.edits.edited import Edited
 from engine_side.edits.editor import Editor
-from engine_side.front.ticket import find, find_edits, unresolved
+from engine_side.front.ticket import find, find_edits, unread
 from engine_side.seams.kept.finite import keep_logits
 from engine_side.seams.patching import is_wrapped, wrap_when_imported
 from engine_side.seams.scheduler import FINISHED, STOPPED
@@ -221,12 +221,14 @@ def _open_all(recorder: Any, requests: list[Any]) -> None:
 def _asks(request: Any) -> bool:
     """Whether a request has a ticket; logs the first that has a spec or edits that nobody has read."""
     global _unread
-    if not _unread and unresolved(request.sampling_params):
+    if find(request.sampling_params) is not None:
+        return True
+    if not _unread and unread(request.sampling_params):
         _unread = True
         logger.error("vllm-tap: request %s asks for a capture or edits, and nothing is captured or edited: its process "
                      "had loaded vLLM's plugins before VLLM_TAP_ENDPOINT was set. Set it before the first engine of "
                      "the process, or use vllm_tap.recording() (logged once)", request.req_id)
-    return find(request.sampling_params) is not None
+    return False
 
 
 def _open(recorder: Any, request: Any) -> None:

@@ -58,7 +58,7 @@ def tolerance(family: str) -> float:
     return TOLERANCE if ON_GPU or family not in UNLISTED else UNLISTED[family].tolerance
 
 
-# Rows of these are not Hugging Face's with vLLM 0.26 on a GPU: the bar that a test below holds vLLM's own answers to.
+# Rows of these are not Hugging Face's with vLLM 0.26 on a GPU. A test below asks whether vLLM's own answers are.
 OFF_ON_GPU = {
     "cohere2": "the window is a token shorter than in vLLM 0.32",
     "gemma4_text": "results of attention before their norm are off by 0.19",

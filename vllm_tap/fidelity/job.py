@@ -15,8 +15,7 @@ import numpy as np
 
 from schemas import limits
 from schemas.edits.arms import EDITABLE
-from schemas.errors import ArgumentError, StartError
-from schemas.read.reader import StoreReader
+from schemas.errors import ArgumentError
 from schemas.sites import has_heads
 from schemas.store.small_files import write_durable
 from vllm_tap.fidelity import coding
@@ -32,7 +31,7 @@ from vllm_tap.fidelity.unpatched.drafting import study_drafter
 from vllm_tap.fidelity.unpatched.features import Autoencoder, digest_of, load_autoencoder
 from vllm_tap.fidelity.unpatched.science import Science
 from vllm_tap.offline.engine import started
-from vllm_tap.offline.recording import recording
+from vllm_tap.offline.recording import known_engine, recording
 from vllm_tap.progress import ProgressReport, counting
 from vllm_tap.serve.model_config import check_arguments, without_tokenizer
 from vllm_tap.sites.description import SiteEntry, describe, load_config
@@ -214,11 +213,7 @@ def laboratory(job: FidelityJob, tokens: int, words: tuple[str, ...], arm: str, 
             Path(folder) / "captures", arm=arm, edit=edit, durability="os") as tape:
         engine = started(job.model, words)
         try:
-            with StoreReader(tape.path) as reader:
-                info = reader.engine()
-            if info is None:
-                raise StartError("the engine did not make itself known to the store")
-            yield Bench(engine, tape.store, continued), info
+            yield Bench(engine, tape.store, continued), known_engine(tape)
         finally:
             engine.engine_core.shutdown(timeout=_SHUTDOWN_S)
 

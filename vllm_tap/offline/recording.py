@@ -28,6 +28,7 @@ from schemas.manifest import Manifest
 from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
+from schemas.wire.messages import EngineInfo
 from vllm_tap.client.captures import Capture
 from vllm_tap.client.listing import Filters
 from vllm_tap.offline.limit import recording_limit_lines
@@ -40,6 +41,7 @@ __all__ = ["Recording", "capture_args", "manifest", "recording"]
 _ENDPOINT: Final = "VLLM_TAP_ENDPOINT"
 _MANIFEST: Final = "activation_manifest"  # where the engine's front end leaves the ids of an output's captures
 _WAIT_S: Final = 30.0
+_KNOWN_S: Final = 60.0
 logger = logging.getLogger("vllm_tap.recording")
 logger.setLevel(logging.WARNING)  # vLLM's API server has a library set the root logger to ERROR
 _lock = threading.Lock()
@@ -181,6 +183,18 @@ def _say_limit(writer: WriterProcess, durability: str) -> None:
     if writer.began:
         for said in recording_limit_lines(writer.times, durability):
             logger.warning("vllm-tap: %s", said)
+
+
+def known_engine(tape: Recording) -> EngineInfo:
+    """Description of the recording's engine, as soon as the store has it: a busy writer hears of it after its start.
+    StartError where it does not within a minute.
+    """
+    deadline = time.monotonic() + _KNOWN_S
+    while (info := tape.store.engine()) is None:
+        if time.monotonic() > deadline:
+            raise StartError(f"the engine did not make itself known to the store within {_KNOWN_S:g} s")
+        time.sleep(0.02)
+    return info
 
 
 def _restore(before: dict[str, str | None]) -> None:

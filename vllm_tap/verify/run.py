@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,10 +14,8 @@ from typing import Final
 from schemas.checks import parse_arm
 from schemas.edits.arms import EDITABLE, EditArms
 from schemas.errors import ArgumentError, StartError
-from schemas.read.reader import StoreReader
-from schemas.wire.messages import EngineInfo
 from vllm_tap.offline.engine import started
-from vllm_tap.offline.recording import recording
+from vllm_tap.offline.recording import known_engine, recording
 from vllm_tap.progress import ProgressReport, reporting
 from vllm_tap.serve.model_config import check_arguments, without_tokenizer
 from vllm_tap.sites.description import SiteList, as_found, describe, load_config
@@ -32,7 +29,6 @@ _WATCHED: Final = ("final_norm", "k_rot", "v")
 _REFUSED: Final = ("--speculative-config", "-sc", "--data-parallel-size", "-dp")
 _ROWS: Final = 8192  # of edits: those of several requests, as a request's are let go a moment after its end
 _SHUTDOWN_S: Final = 20.0
-_KNOWN_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +52,6 @@ class VerifyJob:
                                                                          "verified; leave it out")
 
 
-def _known(store: Path) -> EngineInfo:
-    """Description of the engine in its store. The engine sends it at its start, and a busy writer hears it later."""
-    deadline = time.monotonic() + _KNOWN_S
-    with StoreReader(store) as reader:
-        while (info := reader.engine()) is None:
-            if time.monotonic() > deadline:
-                raise StartError(f"the engine did not make itself known to the store within {_KNOWN_S:g} s")
-            time.sleep(0.02)
-    return info
-
-
 def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:
     """Start an engine and verify it. StartError where it does not start."""
     sites, fixed = _sites(job)
@@ -80,8 +65,7 @@ def run(job: VerifyJob, progress: ProgressReport = False) -> Outcome:
             recording(Path(folder) / "captures", arm=watched, edit=places, durability="os") as tape:
         engine = started(job.model, (*without_tokenizer(job.model), *job.engine_args))
         try:
-            info = _known(tape.path)
-            chosen = info.armed.sites
+            chosen = known_engine(tape).armed.sites
             with reporting(progress, "verifying") as tell:
                 found = verify(Laboratory(engine, tape.store, chosen), tell=tell)
             return replace(found, left_out=[] if job.edit else fixed)

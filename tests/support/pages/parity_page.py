@@ -138,7 +138,7 @@ makes such a tensor, the norm's input is a site too (`…_raw`). The reference h
 ON_A_GPU = """### On a GPU: families that are in no table, the worst site by feature
 
 In bfloat16 a row that follows a router's choice is not compared, since a close call turns the choice. There are {count}
-families. 15 others were within the tolerance in the same run, which kept no figures of them.
+families.
 """
 
 
