@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from engine_side.front.json_key import KEY_BYTES_MAX, json_key
 from engine_side.front.ticket import EDIT_KEY, KEY, Ticket, decode, encode
 from schemas.bodies import is_meant, is_meant_as_edits
 from schemas.errors import EditError, LimitError, ProtocolError, SpecError, TapError
@@ -30,9 +31,7 @@ logger = logging.getLogger("vllm.tap")
 _SEEN_MAX: Final = 100_000
 _RETIRE_S: Final = 10.0
 _KNOWN_MAX: Final = 64
-_KEY_BYTES_MAX: Final = 2048
 _ANY: Final = "0" * 26  # stands for an id
-_LEAVES: Final = (str, int, bool, NoneType)
 _seen = Lru[tuple[str, int], bool](_SEEN_MAX)
 _lock = threading.Lock()
 _endpoint = ""
@@ -141,26 +140,15 @@ def _keep(key: bytes, spec: CaptureSpec, layers: Resolved, shape: Shape) -> None
 def _split_id(value: object) -> tuple[bytes, str | None]:
     """Split a spec into (its JSON without the id, the id); (b"", id) where that is not possible."""
     try:
-        if type(value) is str and len(value) <= _KEY_BYTES_MAX:  # as servers get it
+        if type(value) is str and len(value) <= KEY_BYTES_MAX:  # as servers get it
             value = json.loads(value)
         if type(value) is not dict or type(ulid := value.get("id")) not in (str, NoneType):
             return b"", None
         rest = value.copy()
-        rest.pop("id", None)
-        key = msgspec.json.encode(rest) if _is_plain(rest) else b""
-    except (TypeError, ValueError, OverflowError, RecursionError, RuntimeError):  # the last: changed meanwhile
+    except (ValueError, RecursionError, RuntimeError):  # the last: changed meanwhile
         return b"", None
-    return key if len(key) <= _KEY_BYTES_MAX else b"", ulid
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether no other value has the same JSON. Bytes, dates and keys that are numbers would have the same JSON as a
-    text.
-    """
-    kind = type(value)
-    if kind is dict:
-        return all(type(name) is str for name in value) and all(map(_is_plain, value.values()))
-    return all(map(_is_plain, value)) if kind in (list, tuple) else kind in _LEAVES
+    rest.pop("id", None)
+    return (key, ulid) if (key := json_key(rest)) else (b"", None)
 
 
 def check_names(extra: Mapping[str, Any]) -> None:

@@ -21,8 +21,8 @@ from typing import Any, Final
 import msgspec
 
 from engine_side.config import EngineConfig, from_environment
-from engine_side.edits.edited import cut
 from engine_side.front import admission
+from engine_side.front.edit_admission import Admitted, Arming
 from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.front.ticket import COUNT_KEY, EDIT_KEY, KEY, LISTED_KEY, find
 from engine_side.seams.media.prompts import image_positions, resend
@@ -32,11 +32,8 @@ from engine_side.tap.architectures import SHARED_OUT, lens_names
 from engine_side.tap.shares import layout_of
 from engine_side.tap.stages import Stage
 from schemas.edits.arms import Arms
-from schemas.edits.resolve import resolve_edits
-from schemas.edits.resolved import Edits, encode
-from schemas.edits.spec import parse_edits
 from schemas.edits.vectors import load_vector
-from schemas.errors import EditError, LimitError, SpecError, StartError
+from schemas.errors import EditError, SpecError, StartError
 from schemas.probes import load_probe
 from schemas.sites import SITES, has_heads, layers_by_site
 from schemas.spec import armed_at
@@ -79,7 +76,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
                                          self.vllm_config.parallel_config.tensor_parallel_size,
                                          stages_of(self.vllm_config))
             OF_ENGINE.limit = self.vllm_tap.edit_rows
-            self.vllm_tap_arms = _arms(self.vllm_config, self.vllm_tap, self.vllm_tap_shape)
+            self.vllm_tap_edits = Arming(_arms(self.vllm_config, self.vllm_tap, self.vllm_tap_shape))
             if self.vllm_tap.capture_all:
                 _check_capture_all(self.vllm_tap.capture_all, self.vllm_tap_shape)
             admission.use(self.vllm_tap.endpoint, self.vllm_tap.curve)
@@ -237,21 +234,21 @@ def _images(request: Any) -> list[tuple[int, int]]:
     return image_positions(request.mm_features or ())
 
 
-def _hand_on(request: Any, edits: Edits) -> None:
+def _hand_on(request: Any, edits: Admitted) -> None:
     """Give a request its edits, and a salt of theirs; EditError where there is no room for them."""
-    held, prompt_len = request.sampling_params.extra_args, len(request.prompt_token_ids)
+    held = request.sampling_params.extra_args
     try:
-        cut(edits, prompt_len)
+        salt = edits.salt(len(request.prompt_token_ids))
         OF_ENGINE.check(edits.rows_kept, request.sampling_params.n)
     except EditError:
         admission.forget(held[KEY])
         raise
-    request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{edits.salt(prompt_len)}"
+    request.cache_salt = f"{request.cache_salt or ''}|vllm-tap-edit:{salt}"
     ticket = admission.with_told(held[KEY], edits=edits.told, rows=edits.rows_kept)
-    request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: encode(edits)}
+    request.sampling_params.extra_args = {**held, KEY: ticket, EDIT_KEY: edits.text}
 
 
-def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) -> Edits | None:
+def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) -> Admitted | None:
     """A caller's edits, held against the engine; None where it asks for none. SpecError where they cannot be made."""
     if getattr(processor, "vllm_tap", None) is None:
         raise EditError("", value, "this engine was started without taps; start it with VLLM_TAP_ENDPOINT and "
@@ -260,11 +257,8 @@ def _admit_edits(processor: Any, value: object, params: Any, in_pieces: bool) ->
         raise EditError("", value, "a request for a pooled vector cannot be edited; leave the edits out")
     if in_pieces:
         raise EditError("", value, "a streamed prompt cannot be edited; send it whole")
-    try:
-        specs = parse_edits(value)
-    except LimitError as error:
-        raise EditError("", "…", str(error)) from None
-    return resolve_edits(specs, processor.vllm_tap_arms) if specs else None
+    arming: Arming = processor.vllm_tap_edits
+    return arming.admit(value)
 
 
 def _without_spec(params: Any, rest: dict[str, Any]) -> Any:

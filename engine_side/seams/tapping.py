@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -232,8 +233,10 @@ def look_into(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> ArmingPla
         return replace(plan, family=unproved(model, plan.family, "other engines of a data-parallel group would have to "
                                              "take the search's step too"))
     all_here()
+    begin = time.monotonic()
     with all_together():
         family = discover(model, vllm_config) if plan.family is None else prove(model, vllm_config, plan.family)
+    logger.info("vllm-tap: the search for sites took %.2f s of the start", time.monotonic() - begin)
     return replace(plan, family=family)
 
 

@@ -65,7 +65,7 @@ class Laboratory:
     @property
     def arms(self) -> Arms:
         """The places that are armed for edits."""
-        found: Arms = self.engine.input_processor.vllm_tap_arms
+        found: Arms = self.engine.input_processor.vllm_tap_edits.arms
         return found
 
     @property

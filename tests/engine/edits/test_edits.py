@@ -128,7 +128,7 @@ def check(engine: Engine, captured: Captured, edits: Sequence[dict[str, Any]] | 
 
 def operations(engine: Engine) -> list[list[dict[str, Any]]]:
     """One request's edits each: every operation, every site, several in a row, by position."""
-    widths = engine.llm.llm_engine.input_processor.vllm_tap_arms.widths
+    widths = engine.llm.llm_engine.input_processor.vllm_tap_edits.arms.widths
     v = {site: vector(width, number).tolist() for number, (site, width) in enumerate(widths.items())}
     found: list[list[dict[str, Any]]] = [
         [{"site": "resid_post.1", "op": "add", "vector": v["resid_post"], "scale": 2.5}],
@@ -172,7 +172,7 @@ def test_every_operation_beside_requests_without_one(engine: Engine) -> None:
 
 def places_of(engine: Engine, heads: bool = False) -> dict[tuple[str, int], int]:
     """The places of ``PLACES`` that are armed, or those that have heads, and the width of their rows."""
-    arms = engine.llm.llm_engine.input_processor.vllm_tap_arms
+    arms = engine.llm.llm_engine.input_processor.vllm_tap_edits.arms
     found = [(site, int(layer)) for site, _, layer in (place.partition(".") for place in PLACES)]
     return {(site, layer): arms.widths[site] for site, layer in found if layer in arms.layers.get(site, ())
             and (site in arms.heads or not heads)}
@@ -203,7 +203,7 @@ def test_a_set_row_is_that_row_at_every_place(engine: Engine) -> None:
 
 
 def test_a_set_row_is_that_row(engine: Engine) -> None:
-    given = vector(engine.llm.llm_engine.input_processor.vllm_tap_arms.widths["resid_post"], 77)
+    given = vector(engine.llm.llm_engine.input_processor.vllm_tap_edits.arms.widths["resid_post"], 77)
     captured, = run(engine, [tokens(20, seed=4)], [[
         {"site": "resid_post.1", "op": "set", "vector": given.tolist(), "positions": [4, 21]}]])
     found = engine.reader.slice(captured.id, "resid_post", [1])
@@ -296,7 +296,7 @@ def test_rows_that_are_in_use_are_not_given_twice(engine: Engine) -> None:
     """A request beyond the rows that the engine keeps is refused while others have them, under an id that is free
     afterwards; and rows in pieces are put together.
     """
-    width = engine.llm.llm_engine.input_processor.vllm_tap_arms.widths["resid_post"]
+    width = engine.llm.llm_engine.input_processor.vllm_tap_edits.arms.widths["resid_post"]
     held: Any = [[{"site": "resid_post.1", "op": "set", "positions": [[0, count]], "rows": rows(width, count, seed)}]
                  for seed, count in enumerate((40, 20, 60, 50, 60))]
     prompts = [tokens(70, seed=600 + number) for number in range(len(held))]

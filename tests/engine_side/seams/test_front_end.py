@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from engine_side.front import admission
+from engine_side.front.edit_admission import Admitted
 from engine_side.front.rows_in_use import OF_ENGINE
 from engine_side.seams.front_end import _hand_on, _process_inputs
 from schemas.edits.resolved import REPLACED, Edits, Placed
@@ -33,8 +34,8 @@ def test_a_request_whose_edits_have_no_room_gives_its_id_back(monkeypatch: pytes
 
     row = Placed("resid_post", [0], [(0, 1)], REPLACED, "digest", rows=1)
     with pytest.raises(EditError, match="'1 rows': the engine has room for 0"):
-        _hand_on(request(), Edits([row], {"digest": bytes(8)}, "[]"))
-    _hand_on(taken := request(), Edits([], {}, "[]"))
+        _hand_on(request(), Admitted(Edits([row], {"digest": bytes(8)}, "[]")))
+    _hand_on(taken := request(), Admitted(Edits([], {}, "[]")))
     assert "vllm-tap-edit" in taken.cache_salt
 
 
