@@ -26,7 +26,7 @@ from engine_side.discovery.identities import (
     explain,
     forms,
 )
-from engine_side.discovery.joined import FAILED, Part, refused
+from engine_side.discovery.joined import FAILED, Modules, Part, refused
 from engine_side.discovery.nudge import SUM_ROUNDINGS
 from engine_side.discovery.parts import Inside, Parts, Roles
 from engine_side.discovery.proofs import Begun, of_stream
@@ -382,9 +382,18 @@ class Discovery:
         explained = [one for one in stream.explained if isinstance(one, Explained)]
         absent, lacks = dict[str, str](), dict[str, str]()
         found: dict[str, dict[int, ModulePath]] = {site: {} for site in BY_STRUCTURE}
+        modules = {layer: tuple((name, f"{type(module).__module__}.{type(module).__qualname__}")
+                                for name, module in self.model.get_submodule(path).named_modules())
+                   for layer, path in enumerate(self.blocks, self.stage.start)}
+        mids: dict[Modules, set[tuple[str, str]]] = {}
+        for kind, block in zip(modules.values(), explained, strict=True):
+            here = {(place.path, place.rule) for place in block.mid}
+            mids[kind] = mids.get(kind, here) & here
         for layer, (path, block) in enumerate(zip(self.blocks, explained, strict=True), self.stage.start):
+            # Of one block alone other rows may be the same: those of a norm, of rows that have its length already.
+            mid = [place for place in block.mid if (place.path, place.rule) in mids[modules[layer]]]
             places = {"resid_pre": Place("", stream.into), "resid_post": Place("", stream.out),
-                      **self._inner(block, absent), **block.parts}
+                      **self._inner(block, mid or block.mid, absent), **block.parts}
             lacks |= block.lacks
             for site, place in places.items():
                 found[site][layer] = ModulePath(f"{path}.{place.path}".rstrip("."), place.rule,
@@ -392,9 +401,6 @@ class Discovery:
         if ends.norm is not None:
             found["final_norm"][0] = ModulePath(ends.norm.path, _wide(ends.norm, self.width)[0].rule,
                                                 _MEANING["final_norm"], width=self.width)
-        modules = {layer: tuple((name, f"{type(module).__module__}.{type(module).__qualname__}")
-                                for name, module in self.model.get_submodule(path).named_modules())
-                   for layer, path in enumerate(self.blocks, self.stage.start)}
         entered = _entered(forms(self._first.given, "argument", self.width), stream)
         bare, embeds = False, False
         if begins is not None:
@@ -406,9 +412,11 @@ class Discovery:
                     all(len(block.terms) <= 2 for block in explained), modules, proofs,
                     "" if begins is None else begins[0], bare, embeds)
 
-    def _inner(self, block: Explained, absent: dict[str, str]) -> dict[str, Place]:
-        """Places of the sites inside a block; why there is none is put into ``absent``."""
-        places = {"resid_mid": block.mid[0]} if block.mid else {}
+    def _inner(self, block: Explained, mid: Sequence[Place], absent: dict[str, str]) -> dict[str, Place]:
+        """Places of the sites inside a block, the stream's in the ``mid`` of it; why there is none is put into
+        ``absent``.
+        """
+        places = {"resid_mid": mid[0]} if mid else {}
         for site, terms in (("attn_out", [term for term in block.terms if term.mixes]),
                             ("mlp_out", [term for term in block.terms if not term.mixes])):
             if len(terms) == 1 and (factor := self._factor(terms[0].factor)) is not None:

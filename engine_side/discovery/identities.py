@@ -132,8 +132,12 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     if not found:
         return (f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
                 f"{_nearest_text(nearest, candidates, tolerance)}")
-    if len(found) > 1:
-        return f"its addition to the stream can be explained in {len(found)} ways"
+    if len(found) > 1:  # before and behind a norm, where rows are of nearly one length
+        stated = [one for one in found
+                  if _holds_as_stated(one, weight * step, weight, candidates, tolerance, ways.stated)]
+        if len(stated) != 1:
+            return f"its addition to the stream can be explained in {len(found)} ways"
+        found = stated
     numbers, factors = found[0]
     for number, factor in zip(numbers, factors, strict=True):
         share = abs(factor) * _rms(weight * candidates[number][0])
@@ -181,6 +185,7 @@ def _nearest_text(nearest: Nearest | None, candidates: Sequence[Candidate], off_
 
 
 Candidate = tuple[torch.Tensor, list[tuple[Call, Place]]]  # rows, and the calls that made them
+Solution = tuple[tuple[int, ...], list[float]]  # numbers of candidates, and the factor of each
 Nearest = tuple[float, tuple[int, ...]]  # how far a sum is off, and the numbers of its candidates
 
 
@@ -207,8 +212,17 @@ def _rms(numbers: torch.Tensor) -> float:
     return float(numbers.square().mean().sqrt())
 
 
+def _holds_as_stated(found: Solution, step: torch.Tensor, weight: torch.Tensor, candidates: Sequence[Candidate],
+                     off_max: float, stated: Callable[[float], float | None]) -> bool:
+    """Whether a sum is ``step`` with the factors that the model states, in the place of those that were found."""
+    factors = [stated(factor) for factor in found[1]]
+    made = [factor * weight * candidates[number][0] for number, factor in zip(found[0], factors, strict=True)
+            if factor is not None]
+    return len(made) == len(factors) and _rms(step - torch.stack(made).sum(dim=0)) <= off_max
+
+
 def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float
-           ) -> tuple[list[tuple[tuple[int, ...], list[float]]], Nearest | None]:
+           ) -> tuple[list[Solution], Nearest | None]:
     """The fewest candidates whose multiples add up to ``step``, but for ``off_max``: their numbers and factors; and
     what comes nearest.
     """
@@ -218,7 +232,7 @@ def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: floa
     every = torch.stack([*candidates, step]).flatten(1)
     lengths = every.norm(dim=1, keepdim=True)
     gram = (every / lengths) @ (every / lengths).T
-    found: list[tuple[tuple[int, ...], list[float]]] = []
+    found: list[Solution] = []
     nearest: Nearest | None = None
     for count in range(1, TERMS_MAX + 1):
         for numbers in itertools.combinations(range(len(candidates)), count):

@@ -101,7 +101,9 @@ def _part(model: nn.Module, vllm_config: Any, claims: Sequence[TapPoint], sums: 
     search = Discovery(model, shape, ids, _roles(), claims, sums)
 
     def noise(result: torch.Tensor) -> None:
-        result.copy_(torch.randn(result.shape, generator=draws))
+        """Fill with rows of different lengths: if all had one, a norm of them would be a multiple."""
+        lengths = 0.25 + 1.5 * torch.rand((*result.shape[:-1], 1), generator=draws)
+        result.copy_(torch.randn(result.shape, generator=draws) * lengths)
 
     with _a_step(model, vllm_config) as step:
         with search.recorded(noise) as outside:
