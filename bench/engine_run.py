@@ -87,9 +87,6 @@ class Run:
         if self.engine.hooks:
             self.llm.apply_model(add_hooks)
         self.store = Path(os.environ["BENCH_STORE"]) if self.engine.arm or self.engine.builtin else None
-        # Ranks that wait for each other keep their cores busy for a second after the last step of theirs.
-        ranks = CONFIGURATIONS[os.environ.get("BENCH_CONFIGURATION", "base")].ranks
-        self.quiet_s = 0.0 if ranks == 1 else 1.1
         self.bad: list[str] = []
         self.dropped = 0
 
@@ -104,7 +101,6 @@ class Run:
         edit = {"edit": spec["edit"]} if spec is not None and "edit" in spec else None
         spec = None if edit else spec
         ids = [new_ulid() for _ in range(load.batch)] if spec is not None else []
-        time.sleep(self.quiet_s)
         extra: list[dict[str, Any] | None] = [edit] * load.batch
         if spec is not None:
             layers = {"layers": drafter_layers(self.shape)} if spec.get("layers") == DRAFTER else {}
