@@ -7,7 +7,7 @@ alone, returns what it returned in the step. The stream begins with the embeddin
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -385,15 +385,10 @@ class Discovery:
         modules = {layer: tuple((name, f"{type(module).__module__}.{type(module).__qualname__}")
                                 for name, module in self.model.get_submodule(path).named_modules())
                    for layer, path in enumerate(self.blocks, self.stage.start)}
-        mids: dict[Modules, set[tuple[str, str]]] = {}
-        for kind, block in zip(modules.values(), explained, strict=True):
-            here = {(place.path, place.rule) for place in block.mid}
-            mids[kind] = mids.get(kind, here) & here
+        explained = _agreed(explained, list(modules.values()))
         for layer, (path, block) in enumerate(zip(self.blocks, explained, strict=True), self.stage.start):
-            # Of one block alone other rows may be the same: those of a norm, of rows that have its length already.
-            mid = [place for place in block.mid if (place.path, place.rule) in mids[modules[layer]]]
             places = {"resid_pre": Place("", stream.into), "resid_post": Place("", stream.out),
-                      **self._inner(block, mid or block.mid, absent), **block.parts}
+                      **self._inner(block, absent), **block.parts}
             lacks |= block.lacks
             for site, place in places.items():
                 found[site][layer] = ModulePath(f"{path}.{place.path}".rstrip("."), place.rule,
@@ -412,11 +407,9 @@ class Discovery:
                     all(len(block.terms) <= 2 for block in explained), modules, proofs,
                     "" if begins is None else begins[0], bare, embeds)
 
-    def _inner(self, block: Explained, mid: Sequence[Place], absent: dict[str, str]) -> dict[str, Place]:
-        """Places of the sites inside a block, the stream's in the ``mid`` of it; why there is none is put into
-        ``absent``.
-        """
-        places = {"resid_mid": mid[0]} if mid else {}
+    def _inner(self, block: Explained, absent: dict[str, str]) -> dict[str, Place]:
+        """Places of the sites inside a block; why there is none is put into ``absent``."""
+        places = {"resid_mid": block.mid[0]} if block.mid else {}
         for site, terms in (("attn_out", [term for term in block.terms if term.mixes]),
                             ("mlp_out", [term for term in block.terms if not term.mixes])):
             if len(terms) == 1 and (factor := self._factor(terms[0].factor)) is not None:
@@ -459,6 +452,18 @@ def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]
                          default=(0.0, "", ""))
     return (f" (the nearest: {out} and {into}, {off:.1e} apart)" if into else
             f" (no rows of {width} numbers on both sides)")
+
+
+def _agreed(blocks: Sequence[Explained], kinds: Sequence[Modules]) -> list[Explained]:
+    """The blocks with those places between their terms that all blocks of the same modules have. In a single block
+    other rows may be the same: a norm's, of rows that have its length already.
+    """
+    common: dict[Modules, set[tuple[str, str]]] = {}
+    for block, kind in zip(blocks, kinds, strict=True):
+        here = {(place.path, place.rule) for place in block.mid}
+        common[kind] = common.get(kind, here) & here
+    return [replace(block, mid=agreed or block.mid) for block, kind in zip(blocks, kinds, strict=True)
+            for agreed in [tuple(place for place in block.mid if (place.path, place.rule) in common[kind])]]
 
 
 def _why_not(terms: Sequence[Term]) -> str:

@@ -127,6 +127,11 @@ class Block(nn.Module):
                     self.norm1(hidden, residual)[::-1]
                 hidden, residual = self.norm2(attention(hidden), residual)
                 return mlp(hidden), residual
+            case "fused sandwich":
+                residual, hidden = (hidden.clone(), self.norm1(hidden)) if residual is None else \
+                    self.norm1(hidden, residual)[::-1]
+                hidden, residual = self.norm2(self.post1(attention(hidden)), residual)
+                return self.post2(mlp(hidden)), residual
             case "stale":
                 mid = hidden + attention(self.norm1(hidden))
                 return mid + mlp(self.norm2(mid)), mid
@@ -201,6 +206,10 @@ class Model(nn.Module):
         self.norm = Norm()
         if kind == "two lists":
             self.others = nn.ModuleList(Block(kind, layer) for layer in range(LAYERS))
+        if kind == "fused sandwich":  # a norm of the first block's sum is the sum: its rows have that length already
+            self.embed.weight.data *= 1e-6
+            for norm in (module for module in self.modules() if isinstance(module, Norm)):
+                norm.weight.data.fill_(1)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden, residual = self.embed(input_ids), None
@@ -212,7 +221,7 @@ class Model(nn.Module):
             hidden = torch.stack([hidden, 0.5 * hidden], dim=0 if self.kind == "stack" else 1)
         order = [2, 0, 1] if self.kind == "other order" else [0, 1, 1, 2] if self.kind == "twice" else range(LAYERS)
         for layer in order:
-            if self.kind == "pair":
+            if self.kind in ("pair", "fused sandwich"):
                 hidden, residual = self.layers[layer](positions, hidden, residual)
             else:
                 hidden = self.layers[layer](positions, hidden)
@@ -222,7 +231,7 @@ class Model(nn.Module):
                 hidden, _ = hidden
             if self.kind in ("between blocks", "nearly"):
                 hidden = hidden + (0.1 if self.kind == "between blocks" else 1e-6) * torch.cos(hidden)
-        if self.kind == "pair":
+        if self.kind in ("pair", "fused sandwich"):
             return self.norm(hidden, residual)[0]  # type: ignore[no-any-return]
         if self.kind in ("hyper-connections", "stack"):
             hidden = hidden.mean(dim=0 if self.kind == "stack" else 1)
@@ -302,6 +311,7 @@ EVERY = {"resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out", "mlp_pos
     ("single", EVERY),
     ("stale", EVERY),
     ("sandwich", EVERY | {"attn_out_raw", "mlp_out_raw"}),
+    ("fused sandwich", EVERY | {"attn_out_raw", "mlp_out_raw"}),
     ("post-norm", EVERY | {"attn_out_raw", "mlp_out_raw"}),
     ("parallel", EVERY - {"resid_mid"}),
     ("granite", EVERY),
