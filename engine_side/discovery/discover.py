@@ -6,6 +6,7 @@ alone, returns what it returned in the step. The stream begins with the embeddin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -455,15 +456,18 @@ def _nearest(given: Mapping[str, torch.Tensor], made: Mapping[str, torch.Tensor]
 
 
 def _agreed(blocks: Sequence[Explained], kinds: Sequence[Modules]) -> list[Explained]:
-    """The blocks with those places between their terms that all blocks of the same modules have. In a single block
-    other rows may be the same: a norm's, of rows that have its length already.
+    """The blocks with the places between their terms in another order: first those that most blocks have of the same
+    modules, then of any. In a single block other rows may be the same: a norm's, of rows that have its length already.
     """
-    common: dict[Modules, set[tuple[str, str]]] = {}
-    for block, kind in zip(blocks, kinds, strict=True):
-        here = {(place.path, place.rule) for place in block.mid}
-        common[kind] = common.get(kind, here) & here
-    return [replace(block, mid=agreed or block.mid) for block, kind in zip(blocks, kinds, strict=True)
-            for agreed in [tuple(place for place in block.mid if (place.path, place.rule) in common[kind])]]
+    had = Counter((kind, place.path, place.rule) for block, kind in zip(blocks, kinds, strict=True)
+                  for place in block.mid)
+    of_any = Counter((place.path, place.rule) for block in blocks for place in block.mid)
+
+    def agreed(kind: Modules, mid: Sequence[Place]) -> list[Place]:
+        return sorted(mid, reverse=True, key=lambda place: (had[kind, place.path, place.rule],
+                                                             of_any[place.path, place.rule]))
+
+    return [replace(block, mid=tuple(agreed(kind, block.mid))) for block, kind in zip(blocks, kinds, strict=True)]
 
 
 def _why_not(terms: Sequence[Term]) -> str:
