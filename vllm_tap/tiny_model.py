@@ -72,7 +72,9 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     building = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         make(building)
-        building.chmod(0o755)
+        building.chmod(0o755)  # a container reads it as another user, and safetensors' files are the owner's alone
+        for file in building.iterdir():
+            file.chmod(file.stat().st_mode | 0o444)
         try:
             building.rename(folder)
         except OSError:  # another process was faster: its files are the same

@@ -37,7 +37,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Arming:
-    """What an engine is armed to edit, and the last edits that were held against it: most requests ask for what others
+    """Places that an engine may edit, and the last edits that were held against them: most requests ask for what others
     did.
     """
 

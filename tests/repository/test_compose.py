@@ -11,6 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from tests.support.compose import SERVICES, Compose, engine
 from tests.support.processes import free_port
 from vllm_tap.tiny_model import tiny_model
 
+TWO_ENGINES = ("writer", "engine-a", "engine-b", "gateway")
 needs_containers = pytest.mark.skipif("TAP_COMPOSE" not in os.environ, reason="the compose file was not run: "
                                                                              "make compose-test")
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[tuple[Compose, httpx.Client]]:
-    """Everything up, and a client with a key."""
+@contextmanager
+def standing(services: tuple[str, ...]) -> Iterator[tuple[Compose, httpx.Client]]:
+    """These services up, and a client with a key."""
     compose = engine()
     assert compose is not None
     port = str(free_port())
@@ -39,21 +41,28 @@ def service() -> Iterator[tuple[Compose, httpx.Client]]:
         "CPU_CI": "1", "CPU_KVCACHE_GB": "1", "RING_BYTES": str(64 << 20), "ENGINE_MEMORY": "8g",
         "ENGINE_CPUS": "2", "ARM": "resid_post,mlp_out",
     }
-    compose.compose("down", "-v", check=False)
+    every = ("--profile", "two-engines", "--profile", "tools")
+    compose.compose(*every, "down", "-v", check=False)
     try:
-        with compose.health_checks():
+        with compose.health_checks(services):
             made = compose.compose("--profile", "tools", "run", "--rm", "-T", "keys", "make", "alice")
             key = next(line for line in made.split() if line.startswith("tap_"))
-            compose.compose("up", "-d", *SERVICES, timeout_s=300)
+            compose.compose("--profile", "two-engines", "up", "-d", *services, timeout_s=300)
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120,
                               headers={"Authorization": f"Bearer {key}"}) as client:
-                wait_ready(client, compose)
+                wait_ready(client, compose, services)
                 yield compose, client
     finally:
-        compose.compose("down", "-v", check=False)
+        compose.compose(*every, "down", "-v", check=False)
 
 
-def wait_ready(client: httpx.Client, compose: Compose, timeout_s: float = 400) -> None:
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[Compose, httpx.Client]]:
+    with standing(SERVICES) as both:
+        yield both
+
+
+def wait_ready(client: httpx.Client, compose: Compose, services: tuple[str, ...], timeout_s: float = 400) -> None:
     end_s = time.monotonic() + timeout_s
     said = ""
     while time.monotonic() < end_s:
@@ -65,7 +74,7 @@ def wait_ready(client: httpx.Client, compose: Compose, timeout_s: float = 400) -
         except httpx.HTTPError as error:
             said = repr(error)
         time.sleep(1)
-    logs = {name: compose.tool("logs", "--tail", "20", compose.container(name), check=False) for name in SERVICES}
+    logs = {name: compose.tool("logs", "--tail", "20", compose.container(name), check=False) for name in services}
     raise AssertionError(f"not ready: {said}\n{logs}")
 
 
@@ -110,7 +119,7 @@ def test_a_writer_that_dies_loses_nothing(service: tuple[Compose, httpx.Client])
     assert (manifest["status"], manifest["missing"]) == ("complete", 0)
     assert manifest["captured"] == manifest["expected"] == 4 * (told[0]["usage"]["total_tokens"] - 1)
     assert client.get(url).content == rows
-    wait_ready(client, compose, 60)
+    wait_ready(client, compose, SERVICES, 60)
     assert complete(client, 4)["capture"]["status"] == "complete"
 
 
@@ -192,3 +201,36 @@ def test_the_images_take_what_is_installed() -> None:
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
     assert all((ROOT / name).exists() for name in kept)
     assert {"api", "engine_side", "schemas", "vllm_tap", "writer_service", "pyproject.toml"} <= set(kept)
+
+
+def engines_of(client: httpx.Client) -> dict[str, Any]:
+    found: dict[str, Any] = client.get("/v1/capabilities").json()["engines"]
+    return found
+
+
+@needs_containers
+def test_two_engines_stand_behind_one_gateway() -> None:
+    """Last of those that need containers: it takes the place of the others."""
+    with standing(TWO_ENGINES) as (compose, client):
+        end_s = time.monotonic() + 400
+        while not all(each["up"] for each in engines_of(client).values()):
+            assert time.monotonic() < end_s, engines_of(client)
+            time.sleep(1)
+        assert set(engines_of(client)) == {"a", "b"}
+        rows = {}
+        for name in ("a", "b"):
+            client.headers["X-VLLM-Tap-Engine"] = name
+            capture = complete(client, 8, codec="raw")["capture"]
+            assert (capture["engine"], capture["status"]) == (name, "complete")
+            assert client.get(capture["manifest_url"]).json()["engine"]["name"] == name
+            rows[name] = client.get(f"{capture['activations_url']}?site=resid_post").content
+        del client.headers["X-VLLM-Tap-Engine"]
+        assert rows["a"] == rows["b"]  # one model, one prompt, greedy, one store
+        compose.tool("kill", "-s", "KILL", compose.container("engine-a"))
+        for _ in range(4):  # its own prompts have another home then
+            answer = client.post("/v1/completions", json={"model": "tiny", "prompt": "Everything that is",
+                                                          "max_tokens": 4, "capture": {"sites": ["resid_post"]}})
+            if answer.status_code == 200:
+                break
+            time.sleep(1)
+        assert answer.status_code == 200 and answer.json()["capture"]["engine"] == "b", answer.text

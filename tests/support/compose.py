@@ -58,13 +58,13 @@ class Compose:
         return self.run("podman" if self.podman else "docker", *args, timeout_s=timeout_s, check=check)
 
     @contextmanager
-    def health_checks(self) -> Iterator[None]:
-        """Runs them again and again: podman leaves that to systemd."""
+    def health_checks(self, services: tuple[str, ...] = SERVICES) -> Iterator[None]:
+        """Runs those of the services again and again: podman leaves that to systemd."""
         ended = threading.Event()
 
         def check() -> None:
             while not ended.wait(2):
-                for service in SERVICES:
+                for service in services:
                     self.tool("healthcheck", "run", self.container(service), check=False)
 
         checking = threading.Thread(target=check)

@@ -37,6 +37,7 @@ def test_the_same_seed_makes_the_same_files(family: str, tmp_path: Path) -> None
     assert made.is_relative_to(tmp_path)
     assert digests(made) == digests(tiny_model(family))
     assert not list(made.parent.glob(".building-*"))
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in made.iterdir())  # a container reads it as another user
 
 
 def test_another_seed_makes_another_model() -> None:
