@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -252,20 +253,17 @@ def test_a_writer_that_took_a_hello_and_was_away_for_long_knows_its_sender(write
     assert isinstance(answer(nonces.draw()), Welcome)
 
 
-def test_a_hello_that_never_went_out_is_told_to_nobody(tmp_path: Path) -> None:
+def test_a_hello_that_never_went_out_is_told_to_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sender and of a channel, while no writer is there."""
-    nowhere = f"ipc://{tmp_path}/nobody"
+    nowhere, turns, draw = f"ipc://{tmp_path}/nobody", Counter[int](), Nonces.draw
+
+    def counted(nonces: Nonces) -> list[int]:
+        turns[id(nonces)] += 1
+        return draw(nonces)
+
+    monkeypatch.setattr(Nonces, "draw", counted)
     tapped, channel = Tapped(nowhere), ControlChannel(nowhere, "api")
-    turns = [0]
-    draw = Nonces.draw
-
-    class Counting(Nonces):
-        def draw(self) -> list[int]:
-            turns[0] += 1
-            return draw(self)
-
-    tapped.sender.window.nonces = Counting()
-    assert until(lambda: turns[0] >= 5, 60)
+    assert until(lambda: turns[id(tapped.sender.window.nonces)] >= 5, 60)
     tapped.close()
     channel.close(0.1)
     assert len(tapped.sender.window.nonces.draw()) == len(channel.window.nonces.draw()) == 1
