@@ -128,13 +128,13 @@ def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block
     size = pre.abs() + post.abs()
     weight = 1 / (size + 1e-2 * size.square().mean(dim=-1, keepdim=True).sqrt())
     step = post - pre
-    found, nearest = _solve(weight * step, [weight * rows for rows, _ in candidates], tolerance)
+    weighted = [weight * rows for rows, _ in candidates]
+    found, nearest = _solve(weight * step, weighted, tolerance)
     if not found:
         return (f"what it adds to the stream is no sum of up to {TERMS_MAX} of the {len(candidates)} tensors made in it"
                 f"{_nearest_text(nearest, candidates, tolerance)}")
     if len(found) > 1:  # before and behind a norm, where rows are of nearly one length
-        stated = [one for one in found
-                  if _holds_as_stated(one, weight * step, weight, candidates, tolerance, ways.stated)]
+        stated = [one for one in found if _holds_as_stated(one, weight * step, weighted, tolerance, ways.stated)]
         if len(stated) != 1:
             return f"its addition to the stream can be explained in {len(found)} ways"
         found = stated
@@ -212,13 +212,12 @@ def _rms(numbers: torch.Tensor) -> float:
     return float(numbers.square().mean().sqrt())
 
 
-def _holds_as_stated(found: Solution, step: torch.Tensor, weight: torch.Tensor, candidates: Sequence[Candidate],
-                     off_max: float, stated: Callable[[float], float | None]) -> bool:
+def _holds_as_stated(found: Solution, step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float,
+                     stated: Callable[[float], float | None]) -> bool:
     """Whether a sum is ``step`` with the factors that the model states, in the place of those that were found."""
-    factors = [stated(factor) for factor in found[1]]
-    made = [factor * weight * candidates[number][0] for number, factor in zip(found[0], factors, strict=True)
+    made = [factor * candidates[number] for number, factor in zip(found[0], map(stated, found[1]), strict=True)
             if factor is not None]
-    return len(made) == len(factors) and _rms(step - torch.stack(made).sum(dim=0)) <= off_max
+    return len(made) == len(found[0]) and _rms(step - torch.stack(made).sum(dim=0)) <= off_max
 
 
 def _solve(step: torch.Tensor, candidates: Sequence[torch.Tensor], off_max: float

@@ -29,11 +29,6 @@ class Footprint:
             del each[ROWS]
         return kept
 
-    def more_than(self, before: Footprint) -> tuple[Counter[str], Counter[str]]:
-        """What is open beyond what was; in a process that ran other tests, their garbage may go meanwhile."""
-        (files, maps), (files_before, maps_before) = self.open, before.open
-        return files - files_before, maps - maps_before
-
 
 def footprint(pid: int, store: Path) -> Footprint:
     """Of a process at this moment."""
