@@ -23,7 +23,7 @@ from engine_side.seams import projections, unchanged
 from engine_side.seams.compiled import fusions, residuals
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.kept import finite
-from engine_side.seams.kept.attends import attends_of, joined
+from engine_side.seams.kept.attends import attends_of, joined, one_window
 from engine_side.seams.media.models import check_media
 from engine_side.seams.ranks import tensor
 from engine_side.seams.ranks.agreement import all_here, all_together, of_stages
@@ -84,7 +84,7 @@ class ArmingPlan:
 def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     """Allocate staging, install taps, make recorder and sender; StartError where rows would not be what they should."""
     config, stage = plan.config, stage_of(vllm_config)
-    _warn(config, next(model.parameters()).device)
+    _warn(config, vllm_config)
     survey = _survey(model, vllm_config, plan, stage)
     with all_together():  # a stage may have what is refused, or no room for what is armed, by itself
         layers = armed_layers(plan.asked, survey)
@@ -356,10 +356,18 @@ def _check_shared(plan: ArmingPlan, ranks: int) -> None:
                          f"{', '.join(shared)}; {what} other sites, or run on one device")
 
 
-def _warn(config: EngineConfig, device: torch.device) -> None:
+def _warn(config: EngineConfig, vllm_config: Any) -> None:
     """Warn the operator who starts the engine."""
-    if warning := untested(_vllm_version(), device.type != "cpu"):
+    on_gpu = vllm_config.device_config.device_type != "cpu"
+    if warning := untested(_vllm_version(), on_gpu):
         logger.warning("vllm-tap: %s", warning)
+    # FlashAttention 3 plans a step ahead if all layers have one window; PR 54374 of vLLM calls that plan wrong.
+    if on_gpu and (window := one_window(vllm_config)) and (
+            vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()):
+        logger.warning("vllm-tap: all attention layers here have one window (%d). vLLM's own answers were wrong then "
+                       "at times, without taps too, if a CUDA graph held a whole step (vLLM 0.26 on Hopper); set "
+                       """cudagraph_mode to PIECEWISE (--compilation-config '{"cudagraph_mode": "PIECEWISE"}')""",
+                       window)
     if config.capture_all:
         logger.warning("vllm-tap: requests without a spec of their own are captured too, with %s", config.capture_all)
 

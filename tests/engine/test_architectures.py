@@ -65,8 +65,9 @@ OFF_ON_GPU = {
     "granite_swa": "vLLM 0.27 on a CPU is as far off without taps",
     "minimax_m2": "its own kernel norms queries and keys; vLLM's own answers are those of the rows",
     "ministral3": "vLLM leaves out Llama 4's scaling of queries",
-    "olmo3": "a row of a generated token is not finite; every layer has a window, and prompts are right",
 } if ON_GPU else {}
+# With a window in every layer and CUDA graphs of whole steps vLLM 0.26 answers wrongly at times, without taps too.
+ONE_WINDOW = {"olmo3", "ministral", "mistral, wide heads", "phi3, half rotary", "mixtral, one expert"}
 
 
 def why_not(family: str, feature: Feature) -> str:
@@ -137,7 +138,8 @@ def started(family: str, group: str, reader: StoreReader, tapped: bool = True) -
     more = options(family, group)
     if ON_GPU:  # four experts: vLLM's compiler would pad router logits, by chance, and a router read them wrongly
         more["compilation_config"] = {**more.get("compilation_config", {}),
-                                      "inductor_compile_config": {"shape_padding": False}}
+                                      "inductor_compile_config": {"shape_padding": False},
+                                      **({"cudagraph_mode": "PIECEWISE"} if family in ONE_WINDOW else {})}
     with pytest.MonkeyPatch.context() as patch, in_this_process(here):
         patch.setenv("VLLM_TAP_ARM", ",".join(SITES[family]))
         if LAYOUT:

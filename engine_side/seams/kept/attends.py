@@ -13,7 +13,7 @@ from torch import nn
 
 from schemas.wire.messages import Attends
 
-__all__ = ["attends_of", "joined"]
+__all__ = ["attends_of", "joined", "one_window"]
 
 
 def attends_of(model: nn.Module, vllm_config: Any, layers: Iterable[int]) -> list[Attends]:
@@ -24,6 +24,13 @@ def attends_of(model: nn.Module, vllm_config: Any, layers: Iterable[int]) -> lis
              and hasattr(part, "head_size") and (layer := _number(name)) is not None]
     count = Counter(layer for layer, _ in parts)
     return joined([_of(layer, part, count[layer]) for layer, part in parts if layer in wanted])
+
+
+def one_window(vllm_config: Any) -> int | None:
+    """The window that all attention layers of this rank share; None if one has none, or another."""
+    context = vllm_config.compilation_config.static_forward_context
+    windows = {part.sliding_window for part in context.values() if hasattr(part, "sliding_window")}
+    return windows.pop() if len(windows) == 1 else None
 
 
 def _number(name: str) -> int | None:

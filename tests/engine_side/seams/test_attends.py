@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine_side.seams.kept.attends import attends_of
+from engine_side.seams.kept.attends import attends_of, one_window
 
 
 class Attention(nn.Module):
@@ -41,3 +41,12 @@ def test_what_no_rule_says_is_named(impl: dict[str, Any], own: dict[str, Any], b
     ("auto", ""), ("bfloat16", ""), (torch.float16, ""), ("fp8", "fp8"), ("turboquant_4bit_nc", "turboquant_4bit_nc")])
 def test_a_cache_that_rounds_keys_is_told(dtype: Any, cache: str) -> None:
     assert told(Attention({}, kv_cache_dtype=dtype)).cache == cache
+
+
+@pytest.mark.parametrize(("windows", "shared"), [([32, 32], 32), ([32, None], None), ([32, 64], None), ([None], None)])
+def test_a_window_is_that_of_every_layer(windows: list[int | None], shared: int | None) -> None:
+    parts: dict[str, Any] = {f"layers.{number}.attn": Attention({}, sliding_window=window)
+                             for number, window in enumerate(windows)}
+    parts["layers.0.experts"] = nn.Identity()  # no attention
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=parts))
+    assert one_window(config) == shared
