@@ -31,8 +31,8 @@ from schemas.errors import BucketError
 from schemas.store.paths import WRITER
 
 __all__ = ["BLOCKS_DDL", "BLOCK_KEY", "CATALOGS", "CATALOG_KEY", "CONDITIONS", "END", "HEAD", "INDEX", "OBJECTS",
-           "PUSH", "RETIRED", "Head", "Stored", "block_key", "catalog_key", "digest", "epoch_of", "folder_of",
-           "identity_of", "pack_index", "read_head", "retired_key", "unpack_index"]
+           "PUSH", "RETIRED", "VERSION", "VERSION_ORIGIN", "Head", "Stored", "block_key", "catalog_key", "digest",
+           "epoch_of", "folder_of", "identity_of", "pack_index", "read_head", "retired_key", "unpack_index"]
 
 HEAD: Final = "head.json"
 INDEX: Final = "index.zip"
@@ -43,6 +43,7 @@ CATALOGS: Final = "catalog"
 RETIRED: Final = "retired"
 FORMAT: Final = "vllm-tap bucket"
 VERSION: Final = 2  # 1 had no epochs
+VERSION_ORIGIN: Final = 3  # of a head with an origin, which readers before would not know
 _EPOCH: Final = "(?:e([1-9][0-9]{0,8})-)?"
 BLOCK_KEY: Final = re.compile(rf"blocks/{WRITER}-[0-9]{{8,}}-{_EPOCH}([0-9a-f]{{32}})\.zarr")
 CATALOG_KEY: Final = re.compile(rf"{CATALOGS}/{_EPOCH}([0-9a-f]{{32}})\.sqlite\.gz")
@@ -59,7 +60,7 @@ class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     xxh3: str
 
 
-class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The head; ``push`` is drawn at random by who wrote it, ``parent`` that of the head before.
 
     ``epoch`` is one more after each take-over, and each removal of what no head names, which draws ``fence``.
@@ -78,6 +79,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     catalog_epoch: int = 0  # in which the snapshot was put
     fence: str = ""
     erased_epoch: int = 0  # what no head names of earlier epochs may have rows of deleted captures
+    origin: str = ""  # captures were deleted in the bucket since this push, whose folder still has them
 
     @property
     def catalog_key(self) -> str:
@@ -134,11 +136,11 @@ def read_head(data: bytes, url: str) -> Head:
         said = msgspec.json.decode(data)
         if said["format"] != FORMAT:
             raise ValueError("it is no head of ours")
-        if said["version"] not in range(1, VERSION + 1):
-            raise BucketError("read", f"{url}/{HEAD}", f"version {said['version']}, this program knows 1 to {VERSION}",
-                              "update vllm-tap")
+        if said["version"] not in range(1, VERSION_ORIGIN + 1):
+            raise BucketError("read", f"{url}/{HEAD}", f"version {said['version']}, this program knows 1 to "
+                              f"{VERSION_ORIGIN}", "update vllm-tap")
         head = msgspec.convert(said, Head)
-        for text in (head.store, head.catalog.xxh3, head.push):
+        for text in (head.store, head.catalog.xxh3, head.push, head.origin or head.push):
             if not PUSH.fullmatch(text):  # they become paths of the cache, and keys
                 raise ValueError(f"{text!r} is no hash")
         if not (0 <= head.catalog_epoch <= head.epoch < limits.bucket_epoch_max

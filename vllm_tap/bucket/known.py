@@ -66,13 +66,13 @@ class KnownHeads:
             raise StoreError("push", self._path, error.strerror) from None
 
     def has(self, head: Head) -> bool:
-        """Whether this folder wrote a head, wherever."""
-        return any(one.push == head.push for one in self.read())
+        """Whether this folder wrote a head, wherever, or one that only deletions have followed."""
+        return any(one.push in (head.push, head.origin) for one in self.read())
 
     def check(self, head: Head, url: str) -> None:
         """Raise FencedError for a head that this folder did not write."""
         known = self.read()
-        if any(one.push == head.push for one in known):
+        if any(one.push in (head.push, head.origin) for one in known):
             return
         last = max((one.generation for one in known if one.url == self._url), default=None)
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(head.pushed_ms, 0), 1 << 42) / 1000))

@@ -20,7 +20,7 @@ import msgspec
 
 from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot, hash_file, pieces, read_blocks
-from schemas.errors import BucketError, CatalogError, FencedError, OutrunError, StoreError, TapError
+from schemas.errors import BucketError, CatalogError, ConflictError, FencedError, OutrunError, StoreError, TapError
 from schemas.objects.evicted import read_away
 from schemas.objects.layout import (
     CATALOGS,
@@ -51,8 +51,10 @@ from vllm_tap.bucket.snapshot import (
     pack_file,
     restrict,
     sealed,
+    undeleted,
     waiting,
 )
+from vllm_tap.store_control import delete
 from writer_service.upkeep import evicted_blocks
 
 __all__ = ["Pushed", "push"]
@@ -157,6 +159,8 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
             known.check(seen.head, objects.url)
         with evicted_blocks.pushing(store) as is_alone, tempfile.TemporaryDirectory(prefix="vllm-tap-push-") as work:
             before, is_whole = _blocks_of(objects, seen.head, Path(work))
+            if seen.head is not None and seen.head.origin and not takes_over:
+                _delete_here(store, objects.url, Path(work) / "before.sqlite")
             missing = _check_ahead(store, objects.url, Path(work) / "before.sqlite", takes_over)
             epoch = (seen.head.epoch if seen.head else 0) + takes_over
             going = _Push(store, uuid, objects, known, seen, BlockSender(objects, seen.there, before, verify, epoch),
@@ -234,6 +238,22 @@ def _blocks_of(objects: Objects, head: Head | None, work: Path) -> tuple[dict[in
             raise
         return {}, False
     return {number: BlockAt(*at) for number, at in read_blocks(path).items()}, True
+
+
+def _delete_here(store: Path, url: str, before: Path) -> None:
+    """Delete captures that were deleted in the bucket since this folder pushed. FencedError where one is on hold here,
+    or the bucket does not tell any more which they are.
+    """
+    if not before.exists():
+        raise FencedError("push to", url, "captures were deleted there, and its catalog, which names them, is lost or "
+                          "damaged", "delete them here too, with vllm-tap rm; then push with --take-over")
+    if not (gone := undeleted(store, before)):
+        return
+    try:
+        delete(store, gone)
+    except ConflictError as error:
+        raise FencedError("push to", url, f"captures were deleted there, and here {error}",
+                          "a deleted capture does not come back: vllm-tap release lifts the hold") from None
 
 
 def _check_ahead(store: Path, url: str, before: Path, takes_over: bool) -> int:

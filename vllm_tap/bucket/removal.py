@@ -63,7 +63,8 @@ def _end_epoch(objects: Objects) -> Head:
         raise
     head = read_head(data, objects.url)
     objects.check_conditions(CONDITIONS)
-    made = msgspec.structs.replace(head, version=VERSION, epoch=head.epoch + 1, fence=secrets.token_hex(16))
+    made = msgspec.structs.replace(head, version=max(head.version, VERSION), epoch=head.epoch + 1,
+                                   fence=secrets.token_hex(16))
     try:
         objects.swap(HEAD, msgspec.json.encode(made), seen)
     except BucketError as error:

@@ -16,7 +16,7 @@ from schemas.manifest import FINAL
 from schemas.objects.layout import BLOCKS_DDL, Stored
 
 __all__ = ["Ahead", "BlockAt", "Left", "ahead_of", "copy_catalog", "is_outdated", "newly_deleted", "pack_file",
-           "restrict", "sealed", "waiting"]
+           "restrict", "sealed", "undeleted", "waiting"]
 
 _STEP_BYTES: Final = 8 << 20
 
@@ -65,6 +65,15 @@ def ahead_of(store: Path, head: Path) -> Ahead:
             found.append(tuple(db.execute(
                 f"SELECT COUNT(*), IFNULL(MIN(there.id), '') {both}{condition}").fetchone()))
     return Ahead(*found[0], *found[1])
+
+
+def undeleted(store: Path, head: Path) -> list[str]:
+    """The captures of a store that a head's snapshot says are deleted."""
+    with closing(connect_read(store / "catalog.sqlite")) as db:
+        db.execute("ATTACH ? AS there", (str(head),))
+        found = db.execute("SELECT id FROM captures AS here JOIN there.captures AS there USING (id) "
+                           "WHERE there.deleted <> 0 AND here.deleted = 0 ORDER BY id")
+        return [row["id"] for row in found]
 
 
 def copy_catalog(store: Path, out: Path) -> None:

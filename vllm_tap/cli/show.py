@@ -12,7 +12,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from schemas.bucket.reader import Source, open_reader, shown
+from schemas.bucket.places import is_url, places_of
+from schemas.bucket.reader import BucketReader, Cataloged, Source, open_reader, shown
 from schemas.bucket.several import SeveralReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
@@ -20,7 +21,7 @@ from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest, SiteLayer
 from vllm_tap.client.listing import filtered
 
-__all__ = ["console", "print_captures", "print_json", "print_manifest", "progress_bar", "ranges", "when"]
+__all__ = ["console", "homes", "print_captures", "print_json", "print_manifest", "progress_bar", "ranges", "when"]
 
 _STATUS_STYLES = {"complete": "green", "running": "cyan", "pending": "dim", "empty": "dim", "incomplete": "yellow",
                   "failed": "red"}
@@ -72,6 +73,19 @@ def print_manifest(store: Source, ref: str, as_json: bool) -> None:
     for manifest in manifests:
         out.print(_facts(manifest, place))
         out.print(_rows(manifest))
+
+
+def homes(store: Source, refs: list[str]) -> dict[str, list[str]]:
+    """The captures' names, by the place of the store that has them. NotFoundError where none of several has one."""
+    places, found = places_of(store.stores if isinstance(store, Cataloged) else store), dict[str, list[str]]()
+    if len(places) == 1 and not is_url(places[0]):
+        return {str(places[0]): refs}
+    with open_reader(store) as reader:
+        for ref in refs:
+            place = (reader.place_of(ref) if isinstance(reader, SeveralReader) else
+                     reader.url if isinstance(reader, BucketReader) else str(places[0]))
+            found.setdefault(place, []).append(ref)
+    return found
 
 
 def _facts(manifest: Manifest, place: str) -> Table:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from schemas.errors import TapError
-from vllm_tap.cli.options import Ref, Store
+from vllm_tap.cli.options import AnyStores, Catalog, Ref, Store, source_of
 
 if TYPE_CHECKING:
     from writer_service.tools.findings import Finding
@@ -119,16 +119,33 @@ def compact(
 
 def remove(
     refs: Annotated[list[str], typer.Argument(help="Capture ids, response ids or X-Request-Ids.")],
-    store: Store = Path("captures"),
+    store: AnyStores,
+    catalog: Catalog = None,
 ) -> None:
     """Delete captures for good.
 
-    They are hidden at once, and erased from the disk within seconds.
+    They are hidden at once. Their rows leave a disk within seconds, and a bucket with the next push of the store's
+    folder, which deletes them there too.
     """
+    from schemas.bucket.places import is_url
+    from vllm_tap.bucket.deletion import hide
+    from vllm_tap.cli.show import homes
     from vllm_tap.store_control import delete
 
-    for target in delete(store, refs):
-        typer.echo(target)
+    for place, mine in homes(source_of(store, catalog), refs).items():
+        if not is_url(place):
+            for target in delete(Path(place), mine):
+                typer.echo(target)
+            continue
+        done = hide(place, mine, catalog)
+        for target in done.captures:
+            typer.echo(target)
+        if done.is_versioned:
+            typer.echo(f"{done.url} keeps versions: what its catalog said of them stays, readable by version, until a "
+                       "lifecycle rule expires noncurrent versions", err=True)
+        for push in done.erased.retired:
+            typer.echo(f"retired head {push} still has captures that were deleted, or cannot be read: vllm-tap fsck "
+                       f"--bucket {done.url} --forget {push} --remove-orphans --older-than 0s", err=True)
 
 
 def hold(ref: Ref, store: Store = Path("captures")) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from schemas.bucket.reader import BucketReader
-from schemas.errors import BucketError, CatalogError, TapError
+from schemas.errors import BucketError, CatalogError, NotFoundError, TapError
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import CatalogUrl
 from schemas.postgres.layout import schema_of
@@ -21,6 +21,8 @@ from tests.support.store_helpers import ROOT, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_open import answers
 from vllm_tap.bucket import push as push_module
+from vllm_tap.bucket.check import check
+from vllm_tap.bucket.deletion import hide
 from vllm_tap.bucket.postgres import Brought, PostgresCatalog
 from vllm_tap.bucket.push import push
 
@@ -244,3 +246,23 @@ def test_a_catalog_of_another_version_is_named_and_made_anew(store: Path, tmp_pa
     role = catalog.replace("//tap:", "//reader:")  # its rights are there still
     with BucketReader(url, tmp_path / "cache", catalog=role) as reader, StoreReader(store) as local:
         assert answers(reader) == answers(local)
+
+
+def test_a_deletion_in_the_bucket_reaches_it(sample: Sample, store: Path, tmp_path: Path, catalog: str) -> None:
+    url, few, plain = (tmp_path / "bucket").as_uri(), sample.captures["few"], sample.captures["plain"]
+    brought(store, url, catalog)
+    with BucketReader(url, tmp_path / "cache", catalog=catalog) as reader:
+        assert reader.capture(few).id == few
+        done = hide(url, [few], catalog).catalog
+        assert done is not None and not done.whole and done.removed
+        with pytest.raises(NotFoundError):
+            reader.capture(few)
+        hide(url, [plain])  # without the database: its readers are told, and the next push mends it
+        with pytest.raises(CatalogError, match="push"):
+            reader.refresh()
+        brought(store, url, catalog)
+        assert reader.refresh() is True
+        for gone in (few, plain):
+            with pytest.raises(NotFoundError):
+                reader.capture(gone)
+    assert check(url, catalog=catalog).bad == []

@@ -63,7 +63,7 @@ def test_what_is_not_there_is_named(pushed: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [
-    ["rm", "x"], ["hold", "x"], ["release", "x"], ["fsck"], ["rebuild"], ["compact"], ["recall"], ["push", "s3://b/q"],
+    ["hold", "x"], ["release", "x"], ["fsck"], ["rebuild"], ["compact"], ["recall"], ["push", "s3://b/q"],
     ["serve", "--tiny"], ["capture", "prompts.jsonl", "--tiny"],
 ])
 def test_a_command_that_changes_a_store_refuses_a_bucket(command: list[str]) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import NotFoundError, TapError
+from schemas.read.reader import StoreReader
 from tests.support.forked import tap
 from tests.vllm_tap.bucket.several.conftest import Nodes
+from vllm_tap.bucket.push import push
 from vllm_tap.cli.main import app
 
 
@@ -73,7 +75,24 @@ def test_the_variable_names_one_store_also_with_spaces(nodes: Nodes, tmp_path: P
     assert len(both.stdout.splitlines()) == 14, both
 
 
-@pytest.mark.parametrize("command", [["rm", "x"], ["hold", "x"], ["push", "s3://b/q"], ["fsck"]])
+@pytest.mark.parametrize("command", [["hold", "x"], ["push", "s3://b/q"], ["fsck"]])
 def test_a_command_that_changes_a_store_takes_one_folder(command: list[str]) -> None:
     with pytest.raises(TapError, match=r"--store = 's3://b/p/\*'"):
         app([*command, "--store", "s3://b/p/*"], standalone_mode=False)
+
+
+def test_captures_are_deleted_each_in_its_own_store(nodes: Nodes, places: list[str], stores: list[str],
+                                                    capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """On the disk that is here, and in the bucket for the other nodes; none goes where one of the names is unknown."""
+    gone = [nodes.captures[name][3] for name in "abc"]
+    with pytest.raises(NotFoundError):
+        app(["rm", *gone, "none", *stores], standalone_mode=False)
+    names = [f"cmpl-{gone[0]}", gone[1], f"cmpl-{gone[2]}"]
+    assert printed(capfdbinary, "rm", *names, *stores).decode().split() == gone
+    lines = printed(capfdbinary, "ls", "--json", *stores).splitlines()
+    assert [json.loads(line)["id"] for line in lines] == [one for one in nodes.every if one not in gone]
+    for name, place in zip("abc", places, strict=True):
+        if "://" in place:
+            push(nodes.stores[name], place)
+        with StoreReader(nodes.stores[name]) as reader, pytest.raises(NotFoundError):
+            reader.manifest(gone["abc".index(name)])
