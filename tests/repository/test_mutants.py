@@ -22,7 +22,7 @@ def test_every_mutant_applies_and_names_tests_that_are_there() -> None:
         assert mutant.promise and mutant.tests and mutant.old != mutant.new, mutant.id
         assert [test for test in mutant.tests if not has_test(test)] == [], mutant.id
     parts = Counter(Path(mutant.file).parts[0] for mutant in found)
-    assert len(found) >= 60 and set(parts) == {"writer_service", "schemas", "engine_side"} and min(parts.values()) >= 15
+    assert len(found) >= 60 and min(parts[name] for name in ("writer_service", "schemas", "engine_side")) >= 15
 
 
 def test_the_table_has_every_mutant() -> None:

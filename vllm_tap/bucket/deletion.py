@@ -81,7 +81,7 @@ def _forget(snapshot: Path, refs: Iterable[str]) -> list[str]:
     """Leave tombstones of captures in a snapshot, and nothing else; their ids."""
     with closing(sqlite3.connect(snapshot, isolation_level=None)) as db:
         db.row_factory = sqlite3.Row
-        db.execute("PRAGMA secure_delete = ON")
+        db.execute("PRAGMA secure_delete = ON")  # nothing of them stays in free pages
         captures: dict[str, None] = {}
         for ref in refs:  # all of them, before the first goes
             of_one_owner(db, ref)
@@ -96,7 +96,6 @@ def _forget(snapshot: Path, refs: Iterable[str]) -> list[str]:
         for table in ("doomed", "scrub"):  # for writers alone
             db.execute(f"DELETE FROM {table}")
         db.execute("COMMIT")
-        db.execute("VACUUM")
     return list(captures)
 
 

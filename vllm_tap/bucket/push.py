@@ -159,9 +159,7 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
             known.check(seen.head, objects.url)
         with evicted_blocks.pushing(store) as is_alone, tempfile.TemporaryDirectory(prefix="vllm-tap-push-") as work:
             before, is_whole = _blocks_of(objects, seen.head, Path(work))
-            if seen.head is not None and seen.head.origin and not takes_over:
-                _delete_here(store, objects.url, Path(work) / "before.sqlite")
-            missing = _check_ahead(store, objects.url, Path(work) / "before.sqlite", takes_over)
+            missing = _check_ahead(store, objects.url, seen.head, Path(work) / "before.sqlite", takes_over)
             epoch = (seen.head.epoch if seen.head else 0) + takes_over
             going = _Push(store, uuid, objects, known, seen, BlockSender(objects, seen.there, before, verify, epoch),
                           tell, takes_over, is_whole)
@@ -256,11 +254,14 @@ def _delete_here(store: Path, url: str, before: Path) -> None:
                           "a deleted capture does not come back: vllm-tap release lifts the hold") from None
 
 
-def _check_ahead(store: Path, url: str, before: Path, takes_over: bool) -> int:
+def _check_ahead(store: Path, url: str, head: Head | None, before: Path, takes_over: bool) -> int:
     """The number of captures that the head has and the store does not have; FencedError where that must not be.
 
-    A take-over does not bring back a capture either that a later push deleted.
+    What was deleted in the bucket since this folder pushed is deleted here. A take-over does not bring back a capture
+    either that a later push deleted.
     """
+    if head is not None and head.origin and not takes_over:
+        _delete_here(store, url, before)
     if not before.exists():
         return 0
     ahead = ahead_of(store, before)
