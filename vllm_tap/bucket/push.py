@@ -91,6 +91,7 @@ class Pushed:
     is_versioned: bool = False  # the bucket keeps what is deleted
     room: Room | None = None  # that was made on the disk, where it was asked for and no other push ran
     catalog: Brought | None = None  # what the catalog in Postgres got, where one was named
+    followed: int = 0  # captures that were deleted in the bucket, and with this push here too
 
 
 class _GoneError(Exception):
@@ -159,7 +160,7 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
             known.check(seen.head, objects.url)
         with evicted_blocks.pushing(store) as is_alone, tempfile.TemporaryDirectory(prefix="vllm-tap-push-") as work:
             before, is_whole = _blocks_of(objects, seen.head, Path(work))
-            missing = _check_ahead(store, objects.url, seen.head, Path(work) / "before.sqlite", takes_over)
+            missing, followed = _check_ahead(store, objects.url, seen.head, Path(work) / "before.sqlite", takes_over)
             epoch = (seen.head.epoch if seen.head else 0) + takes_over
             going = _Push(store, uuid, objects, known, seen, BlockSender(objects, seen.there, before, verify, epoch),
                           tell, takes_over, is_whole)
@@ -183,7 +184,7 @@ def push(store: Path, url: str, tell: Tell = lambda done, total: None, verify: b
     superseded = len({at.key for at in before.values()} - {at.key for at in used.values()})
     return Pushed(objects.url, made.generation, changed, left.taken, left.left_out, len(used), going.sender.new_blocks,
                   going.sender.new_bytes, superseded, retired, missing, erased,
-                  keeps_versions(seen.version or {}), room, brought)
+                  keeps_versions(seen.version or {}), room, brought, followed)
 
 
 def _check_without_catalog(objects: Objects, known: KnownHeads) -> None:
@@ -238,32 +239,31 @@ def _blocks_of(objects: Objects, head: Head | None, work: Path) -> tuple[dict[in
     return {number: BlockAt(*at) for number, at in read_blocks(path).items()}, True
 
 
-def _delete_here(store: Path, url: str, before: Path) -> None:
-    """Delete captures that were deleted in the bucket since this folder pushed. FencedError where one is on hold here,
-    or the bucket does not tell any more which they are.
+def _delete_here(store: Path, url: str, before: Path) -> int:
+    """Delete captures that were deleted in the bucket since this folder pushed; how many these are.
+
+    FencedError where one is on hold here, or the bucket does not tell any more which they are.
     """
     if not before.exists():
         raise FencedError("push to", url, "captures were deleted there, and its catalog, which names them, is lost or "
                           "damaged", "delete them here too, with vllm-tap rm; then push with --take-over")
-    if not (gone := undeleted(store, before)):
-        return
     try:
-        delete(store, gone)
+        return len(delete(store, gone)) if (gone := undeleted(store, before)) else 0
     except ConflictError as error:
         raise FencedError("push to", url, f"captures were deleted there, and here {error}",
                           "a deleted capture does not come back: vllm-tap release lifts the hold") from None
 
 
-def _check_ahead(store: Path, url: str, head: Head | None, before: Path, takes_over: bool) -> int:
+def _check_ahead(store: Path, url: str, head: Head | None, before: Path, takes_over: bool
+                 ) -> tuple[int, int]:
     """The number of captures that the head has and the store does not have; FencedError where that must not be.
 
-    What was deleted in the bucket since this folder pushed is deleted here. A take-over does not bring back a capture
-    either that a later push deleted.
+    What was deleted in the bucket since this folder pushed is deleted here, and counted second. A take-over does not
+    bring back a capture either that a later push deleted.
     """
-    if head is not None and head.origin and not takes_over:
-        _delete_here(store, url, before)
+    followed = _delete_here(store, url, before) if head is not None and head.origin and not takes_over else 0
     if not before.exists():
-        return 0
+        return 0, followed
     ahead = ahead_of(store, before)
     if ahead.undeleted and takes_over:
         raise FencedError("push to", url, f"{ahead.undeleted:,} captures that are in {store} were deleted there, "
@@ -274,7 +274,7 @@ def _check_ahead(store: Path, url: str, head: Head | None, before: Path, takes_o
                 else f"deleted {ahead.undeleted:,} captures that {store} still has, {ahead.first_undeleted} first")
         raise FencedError("push to", url, f"its head has {what}: the folder was put back to an earlier state",
                           TAKE_OVER)
-    return ahead.missing
+    return ahead.missing, followed
 
 
 def _bring(going: _Push, snapshot: Path) -> Left:

@@ -86,6 +86,8 @@ def _tell(done: Pushed, evicts: bool) -> None:
               f"{done.room.local_bytes / 1e9:.3f} GB of this disk now")
     elif evicts:
         print("no block evicted: another push of this store runs; the next one evicts", file=sys.stderr)
+    if done.followed:
+        print(f"{done.followed:,} captures that were deleted in the bucket are deleted here too", file=sys.stderr)
     if done.left_out:
         print(f"{done.left_out:,} captures are not final, or not all of their rows sealed: they go with a later push",
               file=sys.stderr)

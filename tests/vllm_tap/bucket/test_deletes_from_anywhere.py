@@ -51,7 +51,7 @@ def test_no_reader_finds_it_and_the_next_push_deletes_it_in_the_folder(sample: S
     assert few not in deleted(store)  # nobody told the folder yet
     blocks = {key for key in keys(url) if key.startswith("blocks/")}
     again = push(store, url)
-    assert again.changed and again.erased.objects and few in deleted(store)
+    assert again.changed and again.followed == 1 and again.erased.objects and few in deleted(store)
     assert head_of(url).origin == "" and head_of(url).version == 2
     left = check(url, deep=True)
     assert blocks - set(keys(url)) and not left.bad and left.orphans == 1  # the snapshot between tells nothing of it
@@ -93,8 +93,7 @@ def test_several_follow_each_other_and_new_captures_come_beside(sample: Sample, 
     with pytest.raises(NotFoundError):
         hide(url, [few])
     grown = grow(store)
-    push(store, url)
-    assert {few, plain} <= deleted(store)
+    assert push(store, url).followed == 2 and {few, plain} <= deleted(store)
     with open_store(url, tmp_path / "cache") as opened:
         assert grown in {row.id for row in opened.captures()}
     hide(url, [grown])  # after a push that followed a deletion
@@ -107,7 +106,8 @@ def test_what_the_folder_deleted_meanwhile_is_deleted_once(sample: Sample, store
     push(store, url)
     hide(url, [few])
     erase(store, few)
-    assert push(store, url).changed and head_of(url).origin == ""
+    done = push(store, url)
+    assert done.changed and not done.followed and head_of(url).origin == ""
 
 
 def test_none_goes_where_one_is_not_there_or_on_hold(sample: Sample, store: Path, tmp_path: Path) -> None:
