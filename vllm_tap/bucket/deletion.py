@@ -51,7 +51,8 @@ def hide(url: str, refs: Sequence[str], catalog: str | None = None) -> Hidden:
 
     ``refs`` are their ids, response ids or X-Request-Ids. ``catalog``: the URL of the Postgres database that has the
     store's catalog too. NotFoundError where the bucket has no such capture. TapError: one is on hold. OutrunError: a
-    push was first. BucketError, CatalogError: the bucket or the database does not answer; nothing has changed there.
+    push or another deletion was first. BucketError: the bucket does not answer. CatalogError: the database does not
+    get it; the captures may be deleted in the bucket then, and the next push brings it.
     """
     if "#" in url:
         raise ArgumentError("--store", url, "a head that was taken over from stays as it is; name the URL without '#'")
@@ -124,4 +125,5 @@ def _swap(objects: Objects, before: Head, head: Head, seen: Version) -> None:
             return
         if now == before:
             raise
-        raise OutrunError("delete in", objects.url, "a push was first", "try again") from error
+        raise OutrunError("delete in", objects.url, "a push or another deletion was first", "try again"
+                          ) from error

@@ -25,6 +25,7 @@ from vllm_tap.bucket.check import check
 from vllm_tap.bucket.deletion import hide
 from vllm_tap.bucket.postgres import Brought, PostgresCatalog
 from vllm_tap.bucket.push import push
+from vllm_tap.cli.main import app
 
 
 def brought(store: Path, url: str, catalog: str, **more: Any) -> Brought:
@@ -248,7 +249,9 @@ def test_a_catalog_of_another_version_is_named_and_made_anew(store: Path, tmp_pa
         assert answers(reader) == answers(local)
 
 
-def test_a_deletion_in_the_bucket_reaches_it(sample: Sample, store: Path, tmp_path: Path, catalog: str) -> None:
+def test_a_deletion_in_the_bucket_reaches_it(sample: Sample, store: Path, tmp_path: Path, catalog: str,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     url, few, plain = (tmp_path / "bucket").as_uri(), sample.captures["few"], sample.captures["plain"]
     brought(store, url, catalog)
     with BucketReader(url, tmp_path / "cache", catalog=catalog) as reader:
@@ -265,4 +268,7 @@ def test_a_deletion_in_the_bucket_reaches_it(sample: Sample, store: Path, tmp_pa
         for gone in (few, plain):
             with pytest.raises(NotFoundError):
                 reader.capture(gone)
+        app(["rm", sample.captures["again"], "--store", url, "--catalog", catalog], standalone_mode=False)
+        with pytest.raises(NotFoundError):
+            reader.capture(sample.captures["again"])
     assert check(url, catalog=catalog).bad == []

@@ -165,7 +165,7 @@ def test_a_deletion_that_a_push_outran(sample: Sample, store: Path, tmp_path: Pa
         swap(self, key, data, seen)
 
     monkeypatch.setattr(Objects, "swap", outrun)
-    with pytest.raises(OutrunError, match="a push was first"):
+    with pytest.raises(OutrunError, match="another deletion was first"):
         hide(url, [few])
     assert hide(url, [few]).captures == [few]
 
