@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from msgspec import UNSET, structs
@@ -56,6 +56,8 @@ from schemas.spec import Armed
 from schemas.wire.messages import Editable, EngineInfo, Proved
 
 logger = logging.getLogger("vllm.tap")
+_PIECEWISE: Final = ("set cudagraph_mode to PIECEWISE "
+                     """(--compilation-config '{"cudagraph_mode": "PIECEWISE"}')""")
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +342,7 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
     if on_gpu and len(kinds) > 1 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
         raise StartError(f"{start}: vLLM's own answers are wrong there at times for layers of several kinds "
                          f"({', '.join(sorted(kinds))}), if a CUDA graph holds a whole step (seen with vLLM 0.26, "
-                         "without taps too); set cudagraph_mode to PIECEWISE (--compilation-config "
-                         """'{"cudagraph_mode": "PIECEWISE"}'), which is right""")
+                         f"without taps too); {_PIECEWISE}, which is right")
 
 
 def _check_shared(plan: ArmingPlan, ranks: int) -> None:
@@ -365,9 +366,8 @@ def _warn(config: EngineConfig, vllm_config: Any) -> None:
     if on_gpu and (window := one_window(vllm_config)) and (
             vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()):
         logger.warning("vllm-tap: all attention layers here have one window (%d). vLLM's own answers were wrong then "
-                       "at times, without taps too, if a CUDA graph held a whole step (vLLM 0.26 on Hopper); set "
-                       """cudagraph_mode to PIECEWISE (--compilation-config '{"cudagraph_mode": "PIECEWISE"}')""",
-                       window)
+                       "at times, without taps too, if a CUDA graph held a whole step (vLLM 0.26 on Hopper); %s",
+                       window, _PIECEWISE)
     if config.capture_all:
         logger.warning("vllm-tap: requests without a spec of their own are captured too, with %s", config.capture_all)
 

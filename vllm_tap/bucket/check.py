@@ -14,7 +14,7 @@ from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot, hash_pieces
 from schemas.errors import BucketError, OutrunError
 from schemas.objects.layout import BLOCK_KEY, HEAD, INDEX, Head, Stored, digest, read_head, unpack_index
-from schemas.objects.objects import Objects, keeps_versions
+from schemas.objects.objects import Objects, Version, keeps_versions
 from schemas.postgres.connection import CatalogUrl
 from vllm_tap.bucket.catalog_check import catalog_faults
 from vllm_tap.bucket.inventory import Inventory, read_heads
@@ -84,11 +84,11 @@ def check(url: str, deep: bool = False, tell: Tell = lambda done, total: None, c
     objects = Objects(url)
     try:
         for _ in range(_MOMENTS):
-            head, is_versioned = current_head(objects)
+            head, version = current_head(objects)
             with tempfile.TemporaryDirectory(prefix="vllm-tap-fsck-") as work, closing(
                     Inventory(objects, Path(work) / "objects.sqlite")) as inventory:
                 report = examine(objects, head, inventory, Path(work), deep, tell, place)
-            report.is_versioned = is_versioned
+            report.is_versioned = keeps_versions(version)
             if not report.bad or current_head(objects)[0] == head:
                 return report
         raise OutrunError("check", objects.url, f"its head has changed {_MOMENTS} times meanwhile", "try again")
@@ -96,14 +96,14 @@ def check(url: str, deep: bool = False, tell: Tell = lambda done, total: None, c
         objects.close()
 
 
-def current_head(objects: Objects) -> tuple[Head, bool]:
-    """The head, and whether the bucket keeps versions."""
+def current_head(objects: Objects) -> tuple[Head, Version]:
+    """The head, and what a write in its place names it by."""
     try:
         data, version = objects.get(HEAD, limits.bucket_head_bytes_max)
     except FileNotFoundError:
         raise BucketError("check", objects.url, f"no {HEAD} in it: nothing says what is in use",
                           "vllm-tap push STORE URL brings a store there") from None
-    return read_head(data, objects.url), keeps_versions(version)
+    return read_head(data, objects.url), version
 
 
 def examine(objects: Objects, head: Head, inventory: Inventory, work: Path, deep: bool, tell: Tell,

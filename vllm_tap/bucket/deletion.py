@@ -19,16 +19,16 @@ from pathlib import Path
 
 import msgspec
 
-from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot, hash_file, pieces
 from schemas.catalog.aliases import of_one_owner, samples
 from schemas.catalog.records import find_capture
-from schemas.errors import ArgumentError, BucketError, OutrunError, TapError
-from schemas.objects.layout import CONDITIONS, HEAD, VERSION_ORIGIN, Head, read_head
-from schemas.objects.objects import Objects, Version, keeps_versions
+from schemas.errors import ArgumentError, TapError
+from schemas.objects.layout import VERSION_ORIGIN, Head
+from schemas.objects.objects import Objects, keeps_versions
 from vllm_tap.bucket.check import current_head
 from vllm_tap.bucket.erasure import Erased, erase
 from vllm_tap.bucket.postgres import Brought, PostgresCatalog
+from vllm_tap.bucket.removal import replace_head
 from vllm_tap.bucket.snapshot import pack_file
 from writer_service.catalog.entries import forget
 
@@ -58,9 +58,7 @@ def hide(url: str, refs: Sequence[str], catalog: str | None = None) -> Hidden:
         raise ArgumentError("--store", url, "a head that was taken over from stays as it is; name the URL without '#'")
     objects = Objects(url)
     try:
-        current_head(objects)  # says that there is none
-        data, seen = objects.get(HEAD, limits.bucket_head_bytes_max)
-        before = read_head(data, objects.url)
+        before, seen = current_head(objects)
         postgres = None if catalog is None else PostgresCatalog(catalog, before.store, objects)
         if postgres is not None:
             postgres.check()
@@ -70,7 +68,7 @@ def hide(url: str, refs: Sequence[str], catalog: str | None = None) -> Hidden:
             shutil.copyfile(earlier, snapshot)
             captures = _forget(snapshot, refs)
             head = _send(objects, before, snapshot)
-            _swap(objects, before, head, seen)
+            replace_head("delete in", objects, before, head, seen, "a push or another deletion")
             brought = None if postgres is None else postgres.bring(head, snapshot, earlier, before.push)
             erased = erase(objects, head, snapshot, objects.sizes(), None)
     finally:
@@ -111,19 +109,4 @@ def _send(objects: Objects, before: Head, snapshot: Path) -> Head:
         origin=before.origin or before.push)
     objects.put(head.catalog_key, lambda: pieces(packed))
     fetch_snapshot(objects, head, snapshot.with_suffix(".read-back"))
-    objects.check_conditions(CONDITIONS)
     return head
-
-
-def _swap(objects: Objects, before: Head, head: Head, seen: Version) -> None:
-    """Write the head in the place of the one before; OutrunError where that is not there any more."""
-    try:
-        objects.swap(HEAD, msgspec.json.encode(head), seen)
-    except BucketError as error:
-        now = current_head(objects)[0]
-        if now == head:  # the answer was lost
-            return
-        if now == before:
-            raise
-        raise OutrunError("delete in", objects.url, "a push or another deletion was first", "try again"
-                          ) from error

@@ -51,7 +51,6 @@ from vllm_tap.bucket.snapshot import (
     pack_file,
     restrict,
     sealed,
-    undeleted,
     waiting,
 )
 from vllm_tap.store_control import delete
@@ -239,21 +238,6 @@ def _blocks_of(objects: Objects, head: Head | None, work: Path) -> tuple[dict[in
     return {number: BlockAt(*at) for number, at in read_blocks(path).items()}, True
 
 
-def _delete_here(store: Path, url: str, before: Path) -> int:
-    """Delete captures that were deleted in the bucket since this folder pushed; how many these are.
-
-    FencedError where one is on hold here, or the bucket does not tell any more which they are.
-    """
-    if not before.exists():
-        raise FencedError("push to", url, "captures were deleted there, and its catalog, which names them, is lost or "
-                          "damaged", "delete them here too, with vllm-tap rm; then push with --take-over")
-    try:
-        return len(delete(store, gone)) if (gone := undeleted(store, before)) else 0
-    except ConflictError as error:
-        raise FencedError("push to", url, f"captures were deleted there, and here {error}",
-                          "a deleted capture does not come back: vllm-tap release lifts the hold") from None
-
-
 def _check_ahead(store: Path, url: str, head: Head | None, before: Path, takes_over: bool
                  ) -> tuple[int, int]:
     """The number of captures that the head has and the store does not have; FencedError where that must not be.
@@ -261,20 +245,29 @@ def _check_ahead(store: Path, url: str, head: Head | None, before: Path, takes_o
     What was deleted in the bucket since this folder pushed is deleted here, and counted second. A take-over does not
     bring back a capture either that a later push deleted.
     """
-    followed = _delete_here(store, url, before) if head is not None and head.origin and not takes_over else 0
+    follows = head is not None and head.origin != "" and not takes_over
     if not before.exists():
-        return 0, followed
+        if follows:
+            raise FencedError("push to", url, "captures were deleted there, and its catalog, which names them, is lost "
+                              "or damaged", "delete them here too, with vllm-tap rm; then push with --take-over")
+        return 0, 0
     ahead = ahead_of(store, before)
     if ahead.undeleted and takes_over:
-        raise FencedError("push to", url, f"{ahead.undeleted:,} captures that are in {store} were deleted there, "
-                          f"{ahead.first_undeleted} first", "a deleted capture does not come back: vllm-tap rm "
+        raise FencedError("push to", url, f"{len(ahead.undeleted):,} captures that are in {store} were deleted there, "
+                          f"{ahead.undeleted[0]} first", "a deleted capture does not come back: vllm-tap rm "
                           "deletes them here too; then take over")
-    if not takes_over and (ahead.missing or ahead.undeleted):
+    if not takes_over and (ahead.missing or (ahead.undeleted and not follows)):
         what = (f"{ahead.missing:,} captures that {store} has not whole, {ahead.first_missing} first" if ahead.missing
-                else f"deleted {ahead.undeleted:,} captures that {store} still has, {ahead.first_undeleted} first")
+                else f"deleted {len(ahead.undeleted):,} captures that {store} still has, {ahead.undeleted[0]} first")
         raise FencedError("push to", url, f"its head has {what}: the folder was put back to an earlier state",
                           TAKE_OVER)
-    return ahead.missing, followed
+    if follows and ahead.undeleted:
+        try:
+            delete(store, ahead.undeleted)
+        except ConflictError as error:
+            raise FencedError("push to", url, f"captures were deleted there, and here {error}",
+                              "a deleted capture does not come back: vllm-tap release lifts the hold") from None
+    return ahead.missing, len(ahead.undeleted)
 
 
 def _bring(going: _Push, snapshot: Path) -> Left:

@@ -15,15 +15,14 @@ from pathlib import Path
 
 import msgspec
 
-from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot
 from schemas.errors import ArgumentError, BucketError, OutrunError
-from schemas.objects.layout import CATALOGS, CONDITIONS, HEAD, VERSION, Head, read_head, retired_key
-from schemas.objects.objects import Objects
+from schemas.objects.layout import CATALOGS, CONDITIONS, HEAD, VERSION, Head, retired_key
+from schemas.objects.objects import Objects, Version, keeps_versions
 from vllm_tap.bucket.check import BucketReport, Tell, current_head, examine
 from vllm_tap.bucket.inventory import Inventory, read_heads, retired_of
 
-__all__ = ["forget", "remove_orphans"]
+__all__ = ["forget", "remove_orphans", "replace_head"]
 
 
 def remove_orphans(url: str, older_than_s: float, deep: bool = False,
@@ -39,7 +38,7 @@ def remove_orphans(url: str, older_than_s: float, deep: bool = False,
         with tempfile.TemporaryDirectory(prefix="vllm-tap-fsck-") as work, closing(
                 Inventory(objects, Path(work) / "objects.sqlite")) as inventory:
             report = examine(objects, head, inventory, Path(work), deep, tell)
-            report.is_versioned = current_head(objects)[1]
+            report.is_versioned = keeps_versions(current_head(objects)[1])
             for bad in report.bad:
                 if retired_of(bad.key) or bad.key.startswith(f"{CATALOGS}/"):
                     raise BucketError("remove orphans from", objects.url, f"{bad.key}: {bad.what}",
@@ -56,25 +55,26 @@ def remove_orphans(url: str, older_than_s: float, deep: bool = False,
 
 def _end_epoch(objects: Objects) -> Head:
     """Write the head anew, as it is but for its epoch."""
-    try:
-        data, seen = objects.get(HEAD, limits.bucket_head_bytes_max)
-    except FileNotFoundError:
-        current_head(objects)  # says so
-        raise
-    head = read_head(data, objects.url)
-    objects.check_conditions(CONDITIONS)
+    head, seen = current_head(objects)
     made = msgspec.structs.replace(head, version=max(head.version, VERSION), epoch=head.epoch + 1,
                                    fence=secrets.token_hex(16))
+    replace_head("remove orphans from", objects, head, made, seen, "a push")
+    return made
+
+
+def replace_head(op: str, objects: Objects, before: Head, made: Head, seen: Version, others: str) -> None:
+    """Write a head in the place of the one before. OutrunError where that is not there any more: ``others`` were first.
+    """
+    objects.check_conditions(CONDITIONS)
     try:
         objects.swap(HEAD, msgspec.json.encode(made), seen)
     except BucketError as error:
         now = current_head(objects)[0]
         if now == made:  # the answer was lost
-            return made
-        if now == head:
+            return
+        if now == before:
             raise
-        raise OutrunError("remove orphans from", objects.url, "a push was first", "try again") from error
-    return made
+        raise OutrunError(op, objects.url, f"{others} was first", "try again") from error
 
 
 def forget(url: str, push: str) -> int:

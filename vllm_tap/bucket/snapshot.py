@@ -16,7 +16,7 @@ from schemas.manifest import FINAL
 from schemas.objects.layout import BLOCKS_DDL, Stored
 
 __all__ = ["Ahead", "BlockAt", "Left", "ahead_of", "copy_catalog", "is_outdated", "newly_deleted", "pack_file",
-           "restrict", "sealed", "undeleted", "waiting"]
+           "restrict", "sealed", "waiting"]
 
 _STEP_BYTES: Final = 8 << 20
 
@@ -46,8 +46,7 @@ class Ahead:
 
     missing: int
     first_missing: str
-    undeleted: int
-    first_undeleted: str
+    undeleted: list[str]
 
 
 def ahead_of(store: Path, head: Path) -> Ahead:
@@ -56,24 +55,13 @@ def ahead_of(store: Path, head: Path) -> Ahead:
     """
     final = ", ".join(f"'{status}'" for status in sorted(FINAL))
     both = "FROM there.captures AS there LEFT JOIN captures AS here ON here.id = there.id WHERE "
-    found: list[tuple[int, str]] = []
     with closing(connect_read(store / "catalog.sqlite")) as db:
         db.execute("ATTACH ? AS there", (str(head),))
-        for condition in (
-                f"here.id IS NULL OR (there.deleted = 0 AND here.deleted = 0 AND here.status NOT IN ({final}))",
-                "there.deleted <> 0 AND here.deleted = 0"):
-            found.append(tuple(db.execute(
-                f"SELECT COUNT(*), IFNULL(MIN(there.id), '') {both}{condition}").fetchone()))
-    return Ahead(*found[0], *found[1])
-
-
-def undeleted(store: Path, head: Path) -> list[str]:
-    """The captures of a store that a head's snapshot says are deleted."""
-    with closing(connect_read(store / "catalog.sqlite")) as db:
-        db.execute("ATTACH ? AS there", (str(head),))
-        found = db.execute("SELECT id FROM captures AS here JOIN there.captures AS there USING (id) "
-                           "WHERE there.deleted <> 0 AND here.deleted = 0 ORDER BY id")
-        return [row["id"] for row in found]
+        missing, first = db.execute(
+            f"SELECT COUNT(*), IFNULL(MIN(there.id), '') {both}here.id IS NULL OR (there.deleted = 0 AND "
+            f"here.deleted = 0 AND here.status NOT IN ({final}))").fetchone()
+        undeleted = db.execute(f"SELECT there.id {both}there.deleted <> 0 AND here.deleted = 0 ORDER BY there.id")
+        return Ahead(missing, first, [row[0] for row in undeleted])
 
 
 def copy_catalog(store: Path, out: Path) -> None:

@@ -16,10 +16,11 @@ from vllm_tap.cli.options import Store
 
 if TYPE_CHECKING:
     from vllm_tap.bucket.check import BucketReport
+    from vllm_tap.bucket.erasure import Erased
     from vllm_tap.bucket.postgres import Brought
     from vllm_tap.bucket.push import Pushed
 
-__all__ = ["add", "fsck_bucket"]
+__all__ = ["add", "fsck_bucket", "remove_there"]
 
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -98,12 +99,28 @@ def _tell(done: Pushed, evicts: bool) -> None:
         print(f"{done.erased.objects:,} objects ({done.erased.nbytes / 1e9:.3f} GB) with rows of deleted captures "
               "were removed" + (", but the bucket keeps versions: they stay, readable by version, until a lifecycle "
                                 "rule expires noncurrent versions" if done.is_versioned else ""), file=sys.stderr)
-    for push_id in done.erased.retired:
-        print(f"retired head {push_id} still has captures that were deleted, or cannot be read: vllm-tap fsck --bucket "
-              f"{done.url} --forget {push_id} --remove-orphans --older-than 0s", file=sys.stderr)
+    _tell_retired(done.url, done.erased)
     if done.superseded and not done.erased.objects:
         print(f"{done.superseded:,} blocks that the head before named are in the bucket still: vllm-tap fsck --bucket "
               f"{done.url} --remove-orphans removes them", file=sys.stderr)
+
+
+def _tell_retired(url: str, erased: Erased) -> None:
+    for push_id in erased.retired:
+        print(f"retired head {push_id} still has captures that were deleted, or cannot be read: vllm-tap fsck --bucket "
+              f"{url} --forget {push_id} --remove-orphans --older-than 0s", file=sys.stderr)
+
+
+def remove_there(url: str, refs: list[str], catalog: str | None) -> list[str]:
+    """Delete captures of a store in a bucket, and tell what still has them; their ids."""
+    from vllm_tap.bucket.deletion import hide
+
+    done = hide(url, refs, catalog)
+    if done.is_versioned:
+        print(f"{done.url} keeps versions: what its catalog said of them stays, readable by version, until a "
+              "lifecycle rule expires noncurrent versions", file=sys.stderr)
+    _tell_retired(done.url, done.erased)
+    return done.captures
 
 
 def _catalog_line(done: Brought) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from schemas.bucket.places import is_url, places_of
-from schemas.bucket.reader import BucketReader, Cataloged, Source, open_reader, shown
+from schemas.bucket.reader import Cataloged, Source, open_reader, shown
 from schemas.bucket.several import SeveralReader
 from schemas.catalog.filters import CaptureFilter
 from schemas.errors import ArgumentError
@@ -82,8 +82,7 @@ def homes(store: Source, refs: list[str]) -> dict[str, list[str]]:
         return {str(places[0]): refs}
     with open_reader(store) as reader:
         for ref in refs:
-            place = (reader.place_of(ref) if isinstance(reader, SeveralReader) else
-                     reader.url if isinstance(reader, BucketReader) else str(places[0]))
+            place = reader.place_of(ref) if isinstance(reader, SeveralReader) else str(places[0])
             found.setdefault(place, []).append(ref)
     return found
 

@@ -128,24 +128,13 @@ def remove(
     folder, which deletes them there too.
     """
     from schemas.bucket.places import is_url
-    from vllm_tap.bucket.deletion import hide
+    from vllm_tap.cli.bucket import remove_there
     from vllm_tap.cli.show import homes
     from vllm_tap.store_control import delete
 
     for place, mine in homes(source_of(store, catalog), refs).items():
-        if not is_url(place):
-            for target in delete(Path(place), mine):
-                typer.echo(target)
-            continue
-        done = hide(place, mine, catalog)
-        for target in done.captures:
+        for target in remove_there(place, mine, catalog) if is_url(place) else delete(Path(place), mine):
             typer.echo(target)
-        if done.is_versioned:
-            typer.echo(f"{done.url} keeps versions: what its catalog said of them stays, readable by version, until a "
-                       "lifecycle rule expires noncurrent versions", err=True)
-        for push in done.erased.retired:
-            typer.echo(f"retired head {push} still has captures that were deleted, or cannot be read: vllm-tap fsck "
-                       f"--bucket {done.url} --forget {push} --remove-orphans --older-than 0s", err=True)
 
 
 def hold(ref: Ref, store: Store = Path("captures")) -> None:

@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from schemas.catalog.records import connect_read
-from schemas.ids import new_ulid
+from schemas.ids import new_ulid, sample_id
 from tests.support.buckets import NO_SERVER, SERVER, FaultProxy, s3_server
 from tests.support.store_helpers import Sender, WriterProcess, engine_info, until
 from tests.writer_service.tools.test_compaction import WIDTH, fill
@@ -30,14 +31,18 @@ class Sample:
     captures: dict[str, str]
 
 
-def grow(store: Path) -> str:
-    """One capture more, in a block of its own."""
+def grow(store: Path, count: int = 1, **said: Any) -> str:
+    """One request more, in a block of its own: of ``count`` samples; ``said`` of it by the API, if anything is."""
     capture, before = new_ulid(), len(list((store / "blocks").glob("*.zarr")))
     with WriterProcess(store, "--seal-idle-s", "0.3", "--keep-s", "1000") as writer:
-        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
-            engine.open(capture, prompt_len=8, codec="raw16")
-            engine.frame([(capture, 11, range(8))], codec="raw16", width=WIDTH)
-            engine.finish(capture, end=8, output=0)
+        with Sender(writer.endpoint, role="api") as api, Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+            if said or count > 1:
+                api.own(capture, count, **said)
+                api.wait()
+            for each in [sample_id(capture, index, count) for index in range(count)]:
+                engine.open(each, prompt_len=8, codec="raw16")
+                engine.frame([(each, 11, range(8))], codec="raw16", width=WIDTH)
+                engine.finish(each, end=8, output=0)
             engine.wait()
             assert until(lambda: len(list((store / "blocks").glob("*.zarr"))) > before, 60)
         writer.stop()

@@ -12,11 +12,10 @@ from schemas.ids import new_ulid
 from schemas.objects.objects import Objects
 from schemas.read.reader import StoreReader
 from tests.support.buckets import FaultProxy
-from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
+from tests.support.store_helpers import SITE, WriterProcess
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_fencing import assert_equal, copy, head_of
 from tests.vllm_tap.bucket.test_push import keys
-from tests.writer_service.tools.test_compaction import WIDTH
 from vllm_tap import open_store
 from vllm_tap.bucket.check import check
 from vllm_tap.bucket.deletion import hide
@@ -62,17 +61,7 @@ def test_no_reader_finds_it_and_the_next_push_deletes_it_in_the_folder(sample: S
 def test_the_new_snapshot_holds_nothing_of_it(store: Path, tmp_path: Path) -> None:
     """Not in free pages either: what the prompt was is searched for in the bytes."""
     url, secret = (tmp_path / "bucket").as_uri(), new_ulid()
-    gone, before = new_ulid(), len(list((store / "blocks").glob("*.zarr")))
-    with WriterProcess(store, "--seal-idle-s", "0.3", "--keep-s", "1000") as writer:
-        with Sender(writer.endpoint, role="api") as api, Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
-            api.own(gone, tags={"secret": secret})
-            api.wait()
-            engine.open(gone, prompt_len=8, codec="raw16")
-            engine.frame([(gone, 11, range(8))], codec="raw16", width=WIDTH)
-            engine.finish(gone, end=8, output=0)
-            engine.wait()
-            assert until(lambda: len(list((store / "blocks").glob("*.zarr"))) > before, 60)
-        writer.stop()
+    gone = grow(store, tags={"secret": secret})
     push(store, url)
 
     def said() -> bytes:
@@ -81,6 +70,16 @@ def test_the_new_snapshot_holds_nothing_of_it(store: Path, tmp_path: Path) -> No
     assert secret.encode() in said()
     hide(url, [gone])
     assert secret.encode() not in said() and gone.encode() in said()
+
+
+def test_all_samples_of_a_request_or_one(store: Path, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    every, some = grow(store, 2), grow(store, 2)
+    push(store, url)
+    assert hide(url, [every]).captures == [f"{every}.0", f"{every}.1"]
+    assert hide(url, [f"{some}.1"]).captures == [f"{some}.1"]
+    push(store, url)
+    assert {f"{every}.0", f"{every}.1", f"{some}.1"} <= deleted(store) and f"{some}.0" not in deleted(store)
 
 
 def test_several_follow_each_other_and_new_captures_come_beside(sample: Sample, store: Path, tmp_path: Path) -> None:
