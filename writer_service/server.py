@@ -116,7 +116,7 @@ class Writer:
         self._senders.rings_max = self._sockets.shares.rings
         self._acks = Acks(self._sockets, self.counters, self.config.durability == "os", self.store_state)
         self._receiver = Receiver(self._sockets, self._acks, self._journal, self._rules, self._senders, self._quota,
-                                    self._uuid, self.config.commit_bytes)
+                                    self._uuid, self.config.commit_bytes, self.config.lanes)
         poller = zmq.Poller()
         poller.register(self._waker.read_fd, zmq.POLLIN)
         self._announce()
@@ -125,7 +125,7 @@ class Writer:
         try:
             while not self.stop:
                 behind = self._behind()
-                self._sockets.poll_on(poller, listening=not behind)
+                self._sockets.poll_on(poller, listening=not (behind or self._receiver.full))
                 began = time.monotonic()
                 wait = self._journal.wait_s(began)
                 poller.poll(idle_poll_ms if wait is None else min(int(wait * 1000) + (wait > 0), idle_poll_ms))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -17,6 +18,11 @@ from schemas import codecs, limits
 from schemas.wire.layout import share_widths
 from schemas.wire.messages import EngineInfo, Frame, StreamPart, TapCounters
 from schemas.wire.row_table import RowTable
+
+_HASHERS: Final = 2  # threads that hash what is long, while the sender makes the next frames
+_LONG_BYTES: Final = 1 << 20
+
+Digest = Callable[[], int]  # the xxh3 of a stream: waits for it
 
 
 @dataclass(slots=True)
@@ -32,15 +38,18 @@ class OpenFrame:
 
 
 class FrameBuilder:
-    """The frames that grow, one of each entry; a closed one goes to ``send`` with its row table and its regions."""
+    """The frames that grow, one of each entry; a closed one goes to ``send`` with its row table, the digests that its
+    streams lack, and its regions.
+    """
 
     def __init__(self, info: EngineInfo, shared: Shared, regions: Regions, counters: TapCounters, rank: int,
-                 send: Callable[[Frame, bytes, Sequence[Mark]], None]) -> None:
+                 send: Callable[[Frame, bytes, Sequence[Digest], Sequence[Mark]], None]) -> None:
         self.open: dict[Entry, OpenFrame] = {}
         self._info, self._shared, self._regions, self._counters = info, shared, regions, counters
         self._rank, self._send = rank, send
         self._part = info.layout[rank] if info.layout else None
         self._widths = share_widths(self._part, info.widths)
+        self._hashers = ThreadPoolExecutor(_HASHERS, thread_name_prefix="hash")
         self._copied = np.empty(0, np.uint8)  # where steps are put together; kept: new memory has to be touched
 
     def add(self, run: Run, slots: dict[int, str]) -> None:
@@ -88,8 +97,8 @@ class FrameBuilder:
             self._regions.release(marks)
             raise
 
-    def _message(self, entry: Entry, frame: OpenFrame) -> tuple[Frame, bytes]:
-        """The message of a frame, which has no number yet, and its row table."""
+    def _message(self, entry: Entry, frame: OpenFrame) -> tuple[Frame, bytes, list[Digest]]:
+        """The message of a frame, which has no number yet, its row table, and the digests of its streams."""
         captures = list(dict.fromkeys(name for names, _ in frame.captures for name in names))
         number = {name: i for i, name in enumerate(captures)}
         capture = np.concatenate([
@@ -103,16 +112,16 @@ class FrameBuilder:
             np.concatenate([np.tile(run.flags, run.steps) for run in frame.runs]).astype(np.uint32),
         ).to_bytes()
         width, dtype = self._widths[entry.site], self._info.dtype_of(entry.site)
+        streams = [self._stream(stream.name, frame.runs) for stream in codecs.streams(entry.codec, width, dtype)]
         return Frame(
             seq=0, site=entry.site, codec=entry.codec, dtype=dtype, width=width, layers=list(entry.layers),
             captures=captures, runs=[len(run.slot) for run in frame.runs for _ in range(run.steps)],
             table_xxh3=xxhash.xxh3_64_intdigest(table),
-            streams=[self._stream_part(stream.name, frame.runs)
-                     for stream in codecs.streams(entry.codec, width, dtype)],
+            streams=[part for part, _ in streams],
             fingerprint=self._info.fingerprint, rank=self._rank, time_ns=time.time_ns(),
             steps=msgspec.UNSET if self._part is None else [run.number + step * run.pace for run in frame.runs
                                                             for step in range(run.steps)],
-        ), table
+        ), table, [digest for _, digest in streams]
 
     def _column(self, run: Run, offset: int, dtype: str) -> Any:
         """A column of all steps of a run that lies in the ring from ``offset`` on."""
@@ -127,14 +136,14 @@ class FrameBuilder:
             self._counters.position_mismatches += 1
         return used
 
-    def _stream_part(self, name: str, runs: list[Run]) -> StreamPart:
-        digest = xxhash.xxh3_64()
-        extents: list[tuple[int, int]] = []
-        for run in runs:
-            offset, size = run.extents[name]
-            extents += [(offset + step * run.stride, size) for step in range(run.steps)]
-            digest.update(self._contiguous(offset, size, run))
-        return StreamPart(name, sum(size for _, size in extents), digest.intdigest(), extents)
+    def _stream(self, name: str, runs: list[Run]) -> tuple[StreamPart, Digest]:
+        extents = [(run.extents[name][0] + step * run.stride, run.extents[name][1])
+                   for run in runs for step in range(run.steps)]
+        part = StreamPart(name, sum(size for _, size in extents), 0, extents)
+        if part.nbytes >= _LONG_BYTES and all(run.steps == 1 for run in runs):
+            return part, self._hashers.submit(_digest, [self._shared.bytes_at(*extent) for extent in extents]).result
+        digest = _digest(self._contiguous(*run.extents[name], run) for run in runs)  # in turn: they share memory
+        return part, lambda: digest
 
     def _contiguous(self, offset: int, size: int, run: Run) -> Any:
         """The bytes of a stream in all steps of a run, side by side.
@@ -148,3 +157,10 @@ class FrameBuilder:
         together = self._copied[: run.steps * size]
         np.copyto(together.reshape(run.steps, size), self._shared.blocks_at(offset, size, run.steps, run.stride))
         return together
+
+
+def _digest(buffers: Iterable[Any]) -> int:
+    digest = xxhash.xxh3_64()
+    for buffer in buffers:
+        digest.update(buffer)
+    return digest.intdigest()

@@ -31,7 +31,7 @@ from engine_side.transport.events import (
     PartFinished,
     Run,
 )
-from engine_side.transport.frame_builder import FrameBuilder
+from engine_side.transport.frame_builder import Digest, FrameBuilder
 from engine_side.transport.shared_memory import Events, Regions, Shared
 from schemas import limits
 from schemas.wire import messages
@@ -66,8 +66,9 @@ _FLUSH_S = 5.0
 class Outgoing:
     """A numbered message, kept until it is durable."""
 
-    parts: list[bytes]
+    parts: list[bytes]  # the message itself and, of a frame, its row table
     frame: Frame | None = None
+    digests: Sequence[Digest] = ()  # that the message of the frame lacks
     marks: Sequence[Mark] = ()
     opens: str = ""  # the capture that it is the Open or the Join of
     ends: str = ""  # or the Finish or the PartFinish
@@ -76,6 +77,14 @@ class Outgoing:
     def nbytes(self) -> int:
         """Bytes of payload."""
         return 0 if self.frame is None else sum(part.nbytes for part in self.frame.streams)
+
+    def whole(self) -> list[bytes]:
+        """Its parts; waits for the digests of a frame."""
+        if self.frame is not None and self.digests:
+            self.frame.streams = [msgspec.structs.replace(part, xxh3=digest())
+                                  for part, digest in zip(self.frame.streams, self.digests, strict=True)]
+            self.parts[0], self.digests = messages.encode(self.frame), ()
+        return self.parts
 
 
 class Sender:
@@ -242,17 +251,18 @@ class Sender:
         if force or self._dropped not in self.window.unacked:
             self._report_lost()  # while a report is on its way, further losses merge: a writer may be away for long
 
-    def _number(self, message: Record | Frame, table: bytes = b"", marks: Sequence[Mark] = ()) -> None:
+    def _number(self, message: Record | Frame, table: bytes = b"", digests: Sequence[Digest] = (),
+                marks: Sequence[Mark] = ()) -> None:
         """Give a message its number, and keep it."""
         if self.connection.refused is not None:  # no writer will take it: free the ring, keep nothing
             self._regions.release(marks)
             self._layers.clear()
             return
         message.seq = self.window.last + 1
-        data = messages.encode(message)
         if isinstance(message, Frame):
-            self.window.add(Outgoing([data, table], message, marks))
+            self.window.add(Outgoing([b"" if digests else messages.encode(message), table], message, digests, marks))
             return
+        data = messages.encode(message)
         self.window.add(Outgoing([data], opens=message.capture if isinstance(message, Open | Join) else "",
                                  ends=message.capture if isinstance(message, Finish | PartFinish) else ""))
         self._record_bytes += len(data)
@@ -273,7 +283,7 @@ class Sender:
         if welcome is None or window.next > window.last:
             return
         if welcome.ring:
-            window.send(lambda outgoing: self.connection.send(outgoing.parts))
+            window.send(lambda outgoing: self.connection.send(outgoing.whole()))
             return
         # Payload that leaves in messages is memory beside the ring until the writer has it.
         out = sum(outgoing.nbytes for seq, outgoing in window.unacked.items() if seq < window.next)
@@ -289,10 +299,11 @@ class Sender:
 
     def _inline(self, outgoing: Outgoing) -> list[Any]:
         """A message with the payload itself, for a writer that cannot map the ring."""
-        if (frame := outgoing.frame) is None:
-            return outgoing.parts
+        whole, frame = outgoing.whole(), outgoing.frame
+        if frame is None:
+            return whole
         bare = [msgspec.structs.replace(part, extents=[]) for part in frame.streams]
-        parts: list[Any] = [messages.encode(msgspec.structs.replace(frame, streams=bare)), outgoing.parts[1]]
+        parts: list[Any] = [messages.encode(msgspec.structs.replace(frame, streams=bare)), whole[1]]
         for stream in frame.streams:
             payload = b"".join(self._shared.bytes_at(offset, size) for offset, size in stream.extents)
             step = limits.payload_part_bytes
@@ -323,7 +334,7 @@ class Sender:
         self._record_bytes = self._dropped = 0
         for outgoing in self.window.begin_again():
             if outgoing.frame is not None:
-                self._number(outgoing.frame, outgoing.parts[1], outgoing.marks)
+                self._number(outgoing.frame, outgoing.parts[1], outgoing.digests, outgoing.marks)
             else:
                 self._number(messages.decode_record(outgoing.parts[0]))
 

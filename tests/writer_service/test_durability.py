@@ -115,7 +115,7 @@ def test_a_new_log_keeps_its_name_and_its_head(disk: Certain) -> None:
 def test_a_new_segment_keeps_its_name(disk: Certain) -> None:
     fs.make_dirs(disk.store / journal_folder())
     frame, table, buffers, _ = build(1, [3], [0, 1])
-    segment, made = SegmentSet(disk.store, 1, 1 << 20, 1).for_frame(frame, {})
+    segment, made = SegmentSet(disk.store, 1, 1 << 20, 1).for_frame(frame)
     assert made
     segment.append(UUID, FrameHeader(STREAM, 5, 0, frame), table, buffers)
     fs.datasync(segment.fd)
@@ -210,7 +210,7 @@ def test_a_segment_that_is_not_on_the_disk_is_not_sealed(tmp_path: Path) -> None
     fs.make_dirs(tmp_path / journal_folder())
     frame, table, buffers, _ = build(1, [3], [0, 1])
     segments = SegmentSet(tmp_path, 1, 1 << 20, 1)
-    segment, _ = segments.for_frame(frame, {})
+    segment, _ = segments.for_frame(frame)
     segment.append(UUID, FrameHeader(STREAM, 5, 0, frame), table, buffers)
     segments.retire(float("inf"), 0.0)
     segment.tail = segment.end
@@ -226,14 +226,14 @@ def test_a_segment_is_not_sealed_while_its_lane_is_about_to_write(
     frame, table, buffers, _ = build(1, [3], [0, 1])
     segments, held, right = SegmentSet(tmp_path, 1, 1, 1), threading.Event(), parallel_append.check_payload
     monkeypatch.setattr(parallel_append, "check_payload", lambda *args: (held.wait(10), right(*args))[1])
-    segment, _ = segments.for_frame(frame, {})
+    segment, _ = segments.for_frame(frame)
     arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
     appender = ParallelAppend(UUID, 2)
-    appender.start([PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False)])
+    appender.give(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
     segments.retire(float("inf"), 0.0)
     assert segments.take_sealable() == []
     held.set()
-    appender.finish()
+    appender.take()
     assert segments.take_sealable() == []  # not on the disk
     segment.good = segment.tail
     assert segments.take_sealable() == [1]
@@ -509,28 +509,65 @@ def test_an_api_hears_of_what_readers_see(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_burst_of_which_a_part_finds_no_room_leaves_nothing(beside: bool, tmp_path: Path) -> None:
-    """All of it comes again: what was written of it would be stored twice."""
-    placed = []
-    for number, flags in ((1, os.O_RDWR | os.O_CREAT), (2, os.O_RDONLY | os.O_CREAT)):  # the second takes nothing
-        frame, table, buffers, _ = build(number, [3], [0, 1])
+def test_a_frame_that_finds_no_room_leaves_nothing_and_what_was_given_behind_it_neither(beside: bool, tmp_path: Path
+                                                                                        ) -> None:
+    """All of it comes again: what was written of it would be stored twice. What was taken note of before it stays."""
+    placed, files = [], ((1, os.O_RDWR), (2, os.O_RDONLY), (1, os.O_RDWR))  # the second takes nothing
+    segments = dict[int, OpenSegment]()
+    for seq, (number, flags) in enumerate(files, 1):
+        frame, table, buffers, _ = build(seq, [3], [0, 1])
         made = SegmentMade(number, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
-        path = tmp_path / str(number)
-        segment = OpenSegment(made, path, os.open(path, flags, 0o600))
+        if number not in segments:
+            path = tmp_path / str(number)
+            segments[number] = OpenSegment(made, path, os.open(path, flags | os.O_CREAT, 0o600), lane=number)
         arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
-        placed.append(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
+        placed.append(PendingAppend(arrival, segments[number], FrameHeader(STREAM, 5, 0, frame), keep=False))
     appender = ParallelAppend(UUID, 2)
-    with pytest.raises(OSError):
-        if beside:
-            appender.start(placed)
-            appender.finish()
-        else:
-            appender.write(placed)
+    first, full, behind = placed
+    if beside:
+        for item in placed:
+            appender.give(item)
+        assert appender.take() is first
+        with pytest.raises(OSError):
+            appender.take()
+    else:
+        appender.write(first)
+        with pytest.raises(OSError):
+            appender.write(full)
+    assert not appender and appender.nbytes == 0 and (behind.nbytes > 0) is (beside and behind.over > 0)
     appender.close()
-    assert [(item.segment.tail, item.segment.end, item.segment.path.stat().st_size) for item in placed] == [
-        (0, 0, 0), (0, 0, 0)]
-    for item in placed:
-        fs.close(item.segment.fd)
+    one, two = segments.values()
+    assert first.nbytes == one.tail == one.end == one.path.stat().st_size > 0
+    assert two.tail == two.end == two.path.stat().st_size == 0
+    assert not one.given and not two.given and not one.given_bytes and not two.given_bytes
+    for segment in segments.values():
+        fs.close(segment.fd)
+
+
+def test_lanes_do_not_wait_for_one_another_and_are_taken_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                 ) -> None:
+    """A lane that stands still holds up what comes behind its frame, and not what other lanes write meanwhile."""
+    held, right = threading.Event(), parallel_append.check_payload
+    monkeypatch.setattr(parallel_append, "check_payload", lambda frame, *args: (
+        held.wait(30) if frame.seq == 1 else None, right(frame, *args))[1])
+    fs.make_dirs(tmp_path / journal_folder())
+    segments, appender, given = SegmentSet(tmp_path, 1, 1 << 30, 2), ParallelAppend(UUID, 2), []
+    for seq in range(1, 6):
+        frame, table, buffers, _ = build(seq, [3], [0, 1])
+        arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
+        segment, _ = segments.for_frame(frame)
+        given.append(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
+        appender.give(given[-1])
+        if seq == 1:  # as if it were large: those that follow go to the other lane
+            segment.given_bytes += 1 << 30
+    assert [item.segment.lane for item in given] == [0, 1, 1, 1, 1]
+    assert until(lambda: all(item.over for item in given[1:])) and not appender.done
+    assert given[1].segment.tail == 0 < given[1].segment.end  # written, and not taken note of
+    held.set()
+    given[0].segment.given_bytes -= 1 << 30
+    assert [appender.take() for _ in given] == given and not appender
+    assert all(segment.tail == segment.end == segment.path.stat().st_size for segment in segments.all())
+    appender.close()
 
 
 def test_what_lanes_write_is_taken_back_when_it_is_given_up(tmp_path: Path) -> None:
@@ -541,9 +578,9 @@ def test_what_lanes_write_is_taken_back_when_it_is_given_up(tmp_path: Path) -> N
     arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
     appender = ParallelAppend(UUID, 2)
     for finished in (True, False):
-        appender.start([PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False)])
+        appender.give(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
         if finished:
-            appender.finish()
+            appender.take()
             before = segment.tail
             assert before == path.stat().st_size > 0
     appender.give_up()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -48,7 +47,6 @@ class Journal:
         self._log = self._new_log()
         self.segments = SegmentSet(config.store, next_segment, config.segment_bytes, config.lanes)
         self._appender = ParallelAppend(uuid, config.lanes, waker.wake)
-        self._appends: list[PendingAppend] = []  # that were started
         self.checksums = ChecksumCache()
         self._syncer = Syncer(waker)
         self.sync_seconds = sync_seconds()
@@ -64,7 +62,7 @@ class Journal:
     @property
     def idle(self) -> bool:
         """Whether everything appended is on the disk and in the catalog."""
-        return not (self._batch.started or self._appends or self._syncer.batch or self.catalog.backlog)
+        return not (self._batch.started or self._appender or self._syncer.batch or self.catalog.backlog)
 
     def lag_s(self, now: float) -> float:
         """Age of the oldest thing that is not on the disk, 0 where everything is."""
@@ -79,52 +77,58 @@ class Journal:
     # ── append ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def appending_bytes(self) -> int:
+        """Bytes of payload that lanes were given, and that were not taken note of; 0 where there is none."""
+        return self._appender.nbytes
+
+    @property
     def appended(self) -> bool:
-        """Whether what was started to be appended lies in its segments."""
+        """Whether ``finish_append`` need not wait."""
         return self._appender.done
 
-    def start_append(self, frames: Sequence[ReceivedFrame], beside: bool) -> None:
-        """Append frames from wherever their bytes lie, ``beside`` the main loop; what was started before is finished.
+    def start_append(self, received: ReceivedFrame) -> None:
+        """Append a frame from wherever its bytes lie, beside the main loop; ``finish_append`` takes note of it.
 
-        OSError: nothing happened, all of them can come again.
+        OSError: nothing happened, it can come again.
         """
-        load: dict[int, int] = {}
-        appends = []
-        for received in frames:
-            segment, made = self.segments.for_frame(received.frame, load)
-            if made:
-                self.change(segment.made)
-            load[segment.number] = load.get(segment.number, 0) + received.nbytes
-            state, frame = received.state, received.frame
-            header = FrameHeader(state.stream, state.epoch, state.durable, frame)
-            appends.append(PendingAppend(received, segment, header, keep=not self.checksums.full))
-        if beside:
-            self._appender.start(appends)
-        else:
-            self._appender.write(appends)
-        self._appends = appends
+        self._appender.give(self._placed(received))
+
+    def finish_append(self) -> ProtocolError | None:
+        """Wait until the first of the frames that were started is appended: why it was not stored, None where it was.
+
+        OSError: none of those that were started was appended, all of them can come again.
+        """
+        item = self._appender.take()
+        self._index(item)
+        return item.fault
+
+    def append(self, received: ReceivedFrame) -> ProtocolError | None:
+        """Append a frame here and now, where none was started: why it was not stored, None where it was.
+
+        OSError: nothing happened, it can come again.
+        """
+        item = self._placed(received)
+        self._appender.write(item)
+        self._index(item)
+        return item.fault
 
     def give_up_append(self) -> None:
         """Wait for what was started, and take it back: nobody is to write once the store is somebody else's."""
         self._appender.give_up()
-        self._appends = []
 
-    def finish_append(self) -> list[ProtocolError | None]:
-        """Wait until what was started is appended: of each frame why it was not stored, None where it was.
-
-        OSError: nothing happened, all of them can come again.
-        """
-        appends, self._appends = self._appends, []
-        self._appender.finish()
-        self.counters.appending_seconds = self._appender.seconds
-        if appends:
-            self._batch.wrote = self._batch.wrote or self._appender.began
-        for item in appends:
-            if item.fault is None:
-                self._index(item)
-        return [item.fault for item in appends]
+    def _placed(self, received: ReceivedFrame) -> PendingAppend:
+        segment, made = self.segments.for_frame(received.frame)
+        if made:
+            self.change(segment.made)
+        state, frame = received.state, received.frame
+        header = FrameHeader(state.stream, state.epoch, state.durable, frame)
+        return PendingAppend(received, segment, header, keep=not self.checksums.full)
 
     def _index(self, item: PendingAppend) -> None:
+        self.counters.appending_seconds = self._appender.seconds
+        self._batch.wrote = self._batch.wrote or item.began
+        if item.fault is not None:
+            return
         header, received = item.header, item.received
         bare = msgspec.structs.replace(received.frame, streams=[])  # where it lay in the ring is nobody's business now
         self.change(Indexed(header.stream, header.epoch, header.covered, item.segment.number, item.offset, item.nbytes,

@@ -1,7 +1,7 @@
 """The open segments: journal files for each (site, codec, width, dtype, fingerprint) in use.
 
 One file takes one write at a time, however many threads there are. So when frames come faster than a thread writes
-them, a key has several files side by side, its lanes; at a low rate it has one.
+them, a key has several files side by side, one of each lane; at a low rate it has one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,7 @@ from writer_service import fs
 from writer_service.catalog.changes import SegmentMade
 
 open_max: Final = 64
-lane_bytes: Final = 4 * 1024 * 1024  # what is written at once goes to another lane when this one has so much of it
+lane_bytes: Final = 4 * 1024 * 1024  # a frame goes to another lane when this one has so much to write
 # Main streams from this size on go from the ring to the disk where both allow it; a smaller write waits for the disk
 # longer than the processor takes to copy it.
 direct_bytes_min: Final = 1024 * 1024
@@ -37,11 +37,13 @@ class OpenSegment:
     made: SegmentMade
     path: Path
     fd: int
+    lane: int = 0  # the number of the thread that writes to it
     tail: int = 0
     good: int = 0
-    end: int = 0  # beyond ``tail`` while its lane is being written
+    end: int = 0  # beyond ``tail`` while its lane is writing
+    given: int = 0  # frames that its lane was given, and that are not below ``tail`` yet
+    given_bytes: int = 0  # of their payload
     last_append: float = 0.0
-    writing: bool = False  # whether a lane has been given something for it, be it only about to write
     poisoned: bool = False
 
     @property
@@ -72,7 +74,7 @@ class OpenSegment:
 
     def cut(self) -> None:
         """Take back what was appended from ``tail`` on. What cannot be cut off is overwritten by the next frame."""
-        self.end = self.tail
+        self.end, self.given, self.given_bytes = self.tail, 0, 0
         with contextlib.suppress(OSError):
             fs.truncate(self.fd, self.tail)
 
@@ -94,17 +96,19 @@ class SegmentSet:
         """A number that nothing else gets, also where the file then fails; any thread may ask."""
         return next(self._numbers)
 
-    def for_frame(self, frame: Frame, load: Mapping[int, int]) -> tuple[OpenSegment, bool]:
-        """The segment of a frame and whether it was just made. OSError where none can be made.
-
-        ``load`` is how many bytes are about to be written to segments, by number.
+    def for_frame(self, frame: Frame) -> tuple[OpenSegment, bool]:
+        """The segment of a frame and whether it was just made: of the lane that has least to write. OSError where none
+        can be made.
         """
         key = (frame.site, frame.codec, frame.width, frame.dtype, frame.fingerprint)
-        lanes = [segment for segment in self._open if segment.key == key]
-        if lanes:
-            least = min(lanes, key=lambda lane: load.get(lane.number, 0))
-            spread = len(lanes) < self._lanes and len(self._open) < open_max // 2
-            if not spread or load.get(least.number, 0) < lane_bytes:
+        mine = [segment for segment in self._open if segment.key == key and not self._full(segment)]
+        load = [0] * self._lanes
+        for segment in self.all():
+            load[segment.lane] += segment.given_bytes
+        if mine:
+            least = min(mine, key=lambda segment: load[segment.lane])
+            spread = len(mine) < self._lanes and len(self._open) < open_max // 2
+            if not spread or load[least.lane] < lane_bytes:
                 return least, False
         if len(self._open) >= open_max:
             oldest = min(self._open, key=lambda segment: segment.last_append)
@@ -118,14 +122,19 @@ class SegmentSet:
         except OSError:
             fs.close(fd)
             raise
-        segment = OpenSegment(made, path, fd, last_append=time.monotonic())
+        taken = [segment.lane for segment in mine]
+        lane = min(range(self._lanes), key=lambda number: (taken.count(number), load[number]))
+        segment = OpenSegment(made, path, fd, lane, last_append=time.monotonic())
         self._open.append(segment)
         return segment, True
+
+    def _full(self, segment: OpenSegment) -> bool:
+        return segment.tail + segment.given_bytes >= self._segment_bytes
 
     def retire(self, now: float, idle_s: float) -> None:
         """Take no more frames into segments that are full, idle or poisoned."""
         for segment in list(self._open):
-            if segment.poisoned or segment.tail >= self._segment_bytes or now - segment.last_append >= idle_s:
+            if segment.poisoned or self._full(segment) or now - segment.last_append >= idle_s:
                 self._open.remove(segment)
                 self.retired.append(segment)
 
@@ -137,7 +146,7 @@ class SegmentSet:
     def take_sealable(self) -> list[int]:
         """The numbers of retired segments that are wholly on the disk. They are closed; the caller seals them."""
         ready = [segment for segment in self.retired
-                 if segment.good == segment.tail and not segment.writing and not segment.poisoned]
+                 if segment.good == segment.tail and not segment.given and not segment.poisoned]
         self.retired = [segment for segment in self.retired if segment not in ready]
         for segment in ready:
             fs.close(segment.fd)

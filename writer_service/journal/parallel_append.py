@@ -1,10 +1,15 @@
-"""Append of received frames to segments: checked and written side by side, a thread each, beside the main loop."""
+"""Append of received frames to segments: checked and written side by side, beside the main loop.
+
+Each lane is a thread that writes what it is given, in order. The main loop takes note of frames in the order in which
+it gave them to lanes; no lane waits for another.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +35,11 @@ class ReceivedFrame:
     payload: list[list[memoryview]]
 
     @property
+    def seq(self) -> int:
+        """Its number in its stream."""
+        return self.frame.seq
+
+    @property
     def nbytes(self) -> int:
         """Bytes of payload."""
         return sum(part.nbytes for part in self.frame.streams)
@@ -47,97 +57,97 @@ class PendingAppend:
     offset: int = 0
     nbytes: int = 0
     fault: ProtocolError | None = None
+    began: float = 0.0  # when it was begun to be written, and when that was over; time.monotonic()
+    over: float = 0.0
 
     def write(self, store: bytes) -> None:
         """Check the payload and append the frame; OSError where the disk does not take it."""
+        self.began = time.monotonic()
         try:
             self.checksums = check_payload(self.received.frame, self.received.payload, self.keep)
         except ProtocolError as error:
             self.fault = error
-            return
-        self.offset = self.segment.append(store, self.header, self.received.table_bytes, self.received.payload)
-        self.nbytes = self.segment.end - self.offset
+        else:
+            self.offset = self.segment.append(store, self.header, self.received.table_bytes, self.received.payload)
+            self.nbytes = self.segment.end - self.offset
+        self.over = time.monotonic()
 
 
 class ParallelAppend:
-    """Writer to several segments at once, in threads that hash and write without the interpreter. ``wake`` is called
-    when one of them is done.
-    """
+    """Lanes that hash and write without the interpreter. ``wake`` is called when a frame was written."""
 
-    def __init__(self, store: bytes, threads: int, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, store: bytes, lanes: int, wake: Callable[[], None] = lambda: None) -> None:
         self._store, self._wake = store, wake
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lane")
-        self._running: list[Future[OSError | None]] = []
-        self._segments: list[OpenSegment] = []
-        self.began = self._over = 0.0  # of the lanes that were started last, time.monotonic()
-        self.seconds = 0.0  # in which any lane wrote, of what was finished
+        self._lanes = [ThreadPoolExecutor(1, thread_name_prefix=f"lane{number}") for number in range(lanes)]
+        self._given: deque[tuple[PendingAppend, Future[None]]] = deque()
+        self.nbytes = 0  # of payload that was given and not taken
+        self.seconds = 0.0  # in which any lane wrote, of what was taken
+        self._until = 0.0  # up to when they are counted
+
+    def __bool__(self) -> bool:
+        """Whether something was given and not taken."""
+        return bool(self._given)
 
     @property
     def done(self) -> bool:
-        """Whether all that was started has been written, or there is nothing."""
-        return all(future.done() for future in self._running)
+        """Whether the first of what was given has been written, or there is nothing."""
+        return not self._given or self._given[0][1].done()
 
-    def start(self, appends: Sequence[PendingAppend]) -> None:
-        """Write all of them, in order within a segment; what was started before has been finished."""
-        lanes: dict[int, list[PendingAppend]] = {}
-        for item in appends:
-            lanes.setdefault(item.segment.number, []).append(item)
-        self._begin(lane[0].segment for lane in lanes.values())
-        self._running = [self._pool.submit(self._lane, lane) for lane in lanes.values()]
-        for future in self._running:
-            future.add_done_callback(lambda _: self._wake())
+    def give(self, item: PendingAppend) -> None:
+        """Let the lane of its segment write a frame, behind what that lane was given before.
 
-    def write(self, appends: Sequence[PendingAppend]) -> None:
-        """``start`` and ``finish`` of what is not worth a thread."""
-        self._begin({id(item.segment): item.segment for item in appends}.values())
-        self._settle(self._lane(appends))
+        Until it is taken nobody else may close the segment: its descriptor may be another file's by then.
+        """
+        item.segment.given += 1
+        item.segment.given_bytes += item.received.nbytes
+        self.nbytes += item.received.nbytes
+        future = self._lanes[item.segment.lane % len(self._lanes)].submit(item.write, self._store)
+        self._given.append((item, future))
+        future.add_done_callback(lambda _: self._wake())
 
-    def finish(self) -> None:
-        """Wait for what was started. OSError: nothing was appended to any segment."""
-        running, self._running = self._running, []
-        errors = [future.result() for future in running]
-        self._settle(next((error for error in errors if error is not None), None))
+    def take(self) -> PendingAppend:
+        """Wait for the first of what was given. OSError where it could not be written: all that was given and not taken
+        has been taken back.
+        """
+        item, future = self._given[0]
+        if (error := future.exception()) is not None:
+            self.give_up()
+            raise error
+        self._given.popleft()
+        self.nbytes -= item.received.nbytes
+        item.segment.given -= 1
+        item.segment.given_bytes -= item.received.nbytes
+        self._settle(item)
+        return item
+
+    def write(self, item: PendingAppend) -> None:
+        """Write here and now, where nothing was given, what is not worth a thread. OSError: it was not appended."""
+        try:
+            item.write(self._store)
+        except OSError:
+            item.segment.cut()
+            raise
+        self._settle(item)
 
     def give_up(self) -> None:
-        """Wait for what was started, and take it back."""
-        running, self._running = self._running, []
-        for future in running:
-            future.exception()
-        self._take_back()
-
-    def _begin(self, segments: Iterable[OpenSegment]) -> None:
-        """Keep these from being closed by others: their descriptors may be another file's by the time they are used."""
-        self._segments = list(segments)
-        self.began = time.monotonic()
-        for segment in self._segments:
-            segment.writing, segment.last_append = True, self.began
-
-    def _settle(self, error: OSError | None) -> None:
-        if self._segments:
-            self.seconds += max(0.0, self._over - self.began)
-        if error is not None:
-            self._take_back()
-            raise error
-        for segment in self._segments:
-            segment.tail, segment.writing = segment.end, False
-        self._segments = []
-
-    def _take_back(self) -> None:
-        for segment in self._segments:
+        """Take back all that was given and not taken, once no lane is writing."""
+        given, self._given = list(self._given), deque()
+        for _, future in given:
+            future.cancel()
+        wait([future for _, future in given])
+        for segment in {id(item.segment): item.segment for item, _ in given}.values():
             segment.cut()
-            segment.writing = False
-        self._segments = []
+        self.nbytes = 0
 
-    def _lane(self, lane: Sequence[PendingAppend]) -> OSError | None:
-        try:
-            for item in lane:
-                item.write(self._store)
-        except OSError as error:
-            return error
-        finally:
-            self._over = time.monotonic()  # the last lane's stays
-        return None
+    def _settle(self, item: PendingAppend) -> None:
+        segment = item.segment
+        if item.fault is None:
+            segment.tail = item.offset + item.nbytes
+        segment.last_append = item.over
+        self.seconds += max(0.0, item.over - max(item.began, self._until))
+        self._until = max(self._until, item.over)
 
     def close(self) -> None:
         """End the threads."""
-        self._pool.shutdown()
+        for lane in self._lanes:
+            lane.shutdown()

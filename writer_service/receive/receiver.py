@@ -1,9 +1,15 @@
-"""Receiver of messages: greetings, records, frames and byes are taken in order, checked and journaled."""
+"""Receiver of messages: greetings, records, frames and byes are taken in order, checked and journaled.
+
+What has a number stands in one line until it is journaled. Lanes write frames of the line side by side; a record waits
+until the frames before it lie in their segments, and nobody else waits for it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -47,7 +53,21 @@ from writer_service.upkeep.usage import Quota
 
 burst_bytes: Final = 2 * limits.frame_bytes_target  # so much waiting at once is a burst, which is not over for …
 burst_s: Final = 0.2
+in_line_max: Final = 2 * limits.commit_bytes_target  # bytes of payload that each lane may have to write
 _FROM_AFAR: Final = (Open, Finish, Join, PartFinish, Dropped, ClientFinish)  # may come from another host
+
+
+@dataclass(frozen=True, slots=True)
+class _ReceivedRecord:
+    """A record that stands in the line."""
+
+    state: SenderState
+    record: Record
+
+    @property
+    def seq(self) -> int:
+        """Its number in its stream."""
+        return self.record.seq
 
 
 class _Seq(msgspec.Struct):
@@ -77,51 +97,57 @@ class Receiver:
     """Takes messages off the sockets, ``heard`` of them so far; a burst goes on until ``burst_until`` (monotonic)."""
 
     def __init__(self, sockets: Sockets, acks: Acks, journal: Journal, rules: CaptureRules, senders: Senders,
-                 quota: Quota, uuid: bytes, commit_bytes: int) -> None:
+                 quota: Quota, uuid: bytes, commit_bytes: int, lanes: int) -> None:
         self.heard = 0
         self.burst_until = 0.0
         self._sockets, self._acks, self._journal, self._rules = sockets, acks, journal, rules
         self._senders, self._quota, self._uuid, self._commit_bytes = senders, quota, uuid, commit_bytes
         self._counters = journal.counters
-        self._waiting: list[ReceivedFrame] = []
+        self._line_max = lanes * in_line_max
+        self._line: deque[ReceivedFrame | _ReceivedRecord] = deque()
+        self._waiting: deque[ReceivedFrame] = deque()  # the line's last frames: no lane was given them yet
         self._waiting_bytes = 0
-        self._running: list[ReceivedFrame] = []  # that lanes write
         self._written_bytes = 0  # since ``receive`` was called
+
+    @property
+    def full(self) -> bool:
+        """Whether lanes have enough to write: nothing need be received until one of them is done."""
+        return self._journal.appending_bytes >= self._line_max
 
     def receive(self) -> bool:
         """Take what is waiting, up to a bound; whether nothing was left, with lanes neither.
 
-        After as much as a commit takes it ends: syncing that goes on beside the next reception, as lanes do.
+        After as much as a commit takes it ends: syncing goes on beside the next reception, as lanes do.
         """
         self._written_bytes = 0
+        self.collect()
         for _ in range(receive_at_once):
-            if self._written_bytes >= self._commit_bytes:
-                return False  # without finishing what lanes write since: that is the next commit's
+            if self._written_bytes >= self._commit_bytes or self.full:
+                return False
             arrived = self._sockets.receive()
             if arrived is None:
-                self._hand_over()
-                return not self._running
+                self.collect()
+                return not self._line
             self.heard += 1
             address, parts = arrived
             if parts:
                 self._take(address, parts)
-        self._hand_over()
+        self.collect()
         return False
 
     def settle(self) -> None:
-        """Wait until everything that was received is appended."""
-        self._finish_running()
-        self._start_waiting()
-        self._finish_running()
+        """Wait until everything that was received is journaled."""
+        self._advance_line(wait=True)
 
     def collect(self) -> None:
         """Take note of what lanes have written, without receiving more."""
-        if self._journal.appended:
-            self._finish_running()
+        self._advance_line(wait=False)
 
     def forget(self) -> None:
         """A commit failed: what was received and not appended comes again."""
-        self._waiting, self._waiting_bytes, self._running = [], 0, []
+        self._line.clear()
+        self._waiting.clear()
+        self._waiting_bytes = 0
 
     def _take(self, address: bytes, parts: list[zmq.Frame]) -> None:
         try:
@@ -130,7 +156,7 @@ class Receiver:
             self.settle()
             self._take_malformed(address, parts[0], str(error))
             return
-        if not isinstance(message, Frame):
+        if isinstance(message, Connect | Bye):
             self.settle()
         if isinstance(message, Connect):
             self._greet(address, message)
@@ -153,7 +179,7 @@ class Receiver:
             if isinstance(message, Frame):
                 self._take_frame(state, message, parts)
             else:
-                self._take_record(state, message)
+                self._stand_in_line(_ReceivedRecord(state, message))
 
     def _sender(self, address: bytes) -> SenderState | None:
         """Sender on a connection; one that did not greet is told to."""
@@ -227,74 +253,82 @@ class Receiver:
             if frame.seq == state.received + 1:
                 self._refuse_frame(state, frame.seq, error)
             return  # else those before it could not be written: all come again
+        if self._quota.limit is not None and any(isinstance(one, _ReceivedRecord) for one in self._line):
+            self.settle()  # an Open that says whether its rows are taken may be in the line
         if self._quota.limit is not None and self._rules.over_quota(frame.captures):
             self.settle()
             if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
                 self._advance(state, frame.seq)
                 self._counters.rows_over_quota += rows
             return
-        state.waiting += 1
-        self._waiting.append(ReceivedFrame(state, frame, table_bytes, table, payload))
-        self._waiting_bytes += self._waiting[-1].nbytes
-        if self._waiting_bytes >= limits.commit_bytes_target:
-            self._finish_running()
-            self._start_waiting()
+        self._stand_in_line(received := ReceivedFrame(state, frame, table_bytes, table, payload))
+        self._waiting.append(received)
+        self._waiting_bytes += received.nbytes
+        if self._waiting_bytes >= lane_bytes:
+            self._give()
 
-    def _hand_over(self) -> None:
-        """Give the lanes what waits, as soon as they have written what they have."""
-        if self._journal.appended:
-            self._finish_running()
-            self._start_waiting()
+    def _stand_in_line(self, received: ReceivedFrame | _ReceivedRecord) -> None:
+        received.state.waiting += 1
+        self._line.append(received)
 
-    def _start_waiting(self) -> None:
-        """Write the frames that were received one after the other, several at once, beside the next reception.
-
-        What is little is written here and now.
-        """
-        if self._waiting_bytes >= burst_bytes:
+    def _give(self) -> None:
+        """Let lanes write the frames that wait."""
+        if self._journal.appending_bytes + self._waiting_bytes >= burst_bytes:
             self.burst_until = time.monotonic() + burst_s
-        beside = self._waiting_bytes >= lane_bytes
-        frames, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        if not frames:
-            return
-        self._written_bytes += sum(received.nbytes for received in frames)
-        self._running = frames
         try:
-            self._journal.start_append(frames, beside)
+            for received in self._waiting:
+                self._journal.start_append(received)
         except OSError as error:
             self._not_written(error)
-            return
-        if not beside:
-            self._finish_running()
+        else:
+            self._waiting.clear()
+            self._waiting_bytes = 0
+
+    def _advance_line(self, wait: bool) -> None:
+        """Take the line's first as far as they are journaled, or can be at once; ``wait`` for the lanes' frames."""
+        while self._line:
+            first, fault = self._line[0], None
+            try:
+                if isinstance(first, _ReceivedRecord):
+                    pass
+                elif self._waiting and first is self._waiting[0]:  # too little for a lane, and all have nothing to do
+                    fault = self._journal.append(first)
+                    self._waiting_bytes -= self._waiting.popleft().nbytes
+                elif wait or self._journal.appended:
+                    fault = self._journal.finish_append()
+                else:
+                    return
+            except OSError as error:
+                self._not_written(error)
+                return
+            self._line.popleft()
+            first.state.waiting -= 1
+            self._take_first(first, fault)
+            if first.state.received != first.seq:  # its record, or its refusal, could not be written
+                self._give_up()
+                return
+
+    def _take_first(self, first: ReceivedFrame | _ReceivedRecord, fault: ProtocolError | None) -> None:
+        if isinstance(first, _ReceivedRecord):
+            self._take_record(first.state, first.record)
+        elif fault is not None:
+            self._refuse_frame(first.state, first.seq, fault)
+        else:
+            self._written_bytes += first.nbytes
+            self._note_frame(first.state, first.frame, first.table)
 
     def _not_written(self, error: OSError) -> None:
-        """None of what was received and not appended progresses: the senders try again."""
         self._journal.disk_error("append", self._journal.folder, error)
-        frames = [*self._running, *self._waiting]
-        self.forget()
-        for received in frames:
-            received.state.waiting = 0
-        for state in {id(received.state): received.state for received in frames}.values():
-            self._acks.ack(state)
+        self._give_up()
 
-    def _finish_running(self) -> None:
-        """Wait for the lanes, and take note of what they have written."""
-        if not self._running:
-            return
-        try:
-            faults: list[ProtocolError | None] = self._journal.finish_append()
-        except OSError as error:
-            self._not_written(error)
-            return
-        frames, self._running = self._running, []
-        for received, fault in zip(frames, faults, strict=True):
-            received.state.waiting -= 1
-            if received.frame.seq != received.state.received + 1:
-                continue  # the refusal of one before it could not be written: both come again
-            if fault is not None:
-                self._refuse_frame(received.state, received.frame.seq, fault)
-            else:
-                self._note_frame(received.state, received.frame, received.table)
+    def _give_up(self) -> None:
+        """None of what was received and not journaled progresses: the senders try again."""
+        self._journal.give_up_append()
+        states = {id(received.state): received.state for received in self._line}
+        self.forget()
+        for state in states.values():
+            state.waiting = 0
+            self._acks.ack(state)
 
     def _note_frame(self, state: SenderState, frame: Frame, table: RowTable) -> None:
         self._advance(state, frame.seq)

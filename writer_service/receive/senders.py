@@ -233,7 +233,7 @@ class Senders:
         oldest = time.monotonic() - 2 * self._lost_after_s
         for state in self:
             gone = state.ended or state.last_seen < oldest
-            if gone and not state.open_captures and state.settled == state.received \
+            if gone and not state.open_captures and not state.waiting and state.settled == state.received \
                     and not self._journal.pending_for(state.stream):
                 self._forget(state)
 

@@ -48,7 +48,7 @@ class Still(Tapped):
         return [type(message).__name__ for message in self.said()]
 
     def said(self) -> list[FromSender]:
-        return [decode_from_sender(outgoing.parts[0]) for outgoing in self.sender.window.unacked.values()]
+        return [decode_from_sender(outgoing.whole()[0]) for outgoing in self.sender.window.unacked.values()]
 
 
 @pytest.fixture
