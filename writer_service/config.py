@@ -11,8 +11,13 @@ from schemas.checks import Durability, LogFormat, check_one_of, check_port, chec
 from schemas.errors import StartError
 from schemas.store.paths import NOT_A_FOLDER, url_of
 
-lanes_max = 4  # files of one site that are written side by side
+lanes_max = 8  # threads that write, and files of one site side by side
 ipc_path_bytes_max = 105  # sun_path of Linux, less its final zero and what names the socket behind it
+
+
+def lanes_of(cores: int) -> int:
+    """Lanes on a machine: all of few cores, a third of many, which an engine and a service need as well."""
+    return min(lanes_max, max(min(cores, 4), cores // 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class Config:
     keep_s: float = 1.0  # between two rounds of erasing and whatever else is done to what is stored
     commit_bytes: int = limits.commit_bytes_target
     commit_delay_s: float = limits.commit_delay_ms / 1000
-    lanes: int = min(lanes_max, os.cpu_count() or 1)
+    lanes: int = lanes_of(os.cpu_count() or 1)
 
     def __post_init__(self) -> None:
         if (url := url_of(self.store)) is not None:

@@ -32,7 +32,7 @@ from bench.sustained.beside import KINDS
 from bench.sustained.recovery import recovery
 from bench.sustained.result import Result, shown, stage_table, table
 from bench.sustained.trial import Setting, Trial, bench, best, search
-from writer_service.config import lanes_max
+from writer_service.config import lanes_of
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -59,7 +59,7 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
                         "first are deleted beyond it (default: a fourth of what is free, at most 4, of a disk 32)")
     parser.add_argument("--control", action=argparse.BooleanOptionalAction, default=True,
                         help="plain threads in turns with the trials (default: with them)")
-    parser.add_argument("--threads", type=int, default=min(lanes_max, os.cpu_count() or 1),
+    parser.add_argument("--threads", type=int, default=lanes_of(os.cpu_count() or 1),
                         help="of them (default: as many as the writer's lanes, here %(default)s)")
     parser.add_argument("--profile", action="store_true", help="processor and bytes by stage; some 0.01 s/GB more")
     parser.add_argument("--recovery-gb", type=float, default=0.0,

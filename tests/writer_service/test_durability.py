@@ -578,11 +578,14 @@ def test_what_lanes_write_is_taken_back_when_it_is_given_up(tmp_path: Path) -> N
     arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
     appender = ParallelAppend(UUID, 2)
     for finished in (True, False):
-        appender.give(PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False))
+        item = PendingAppend(arrival, segment, FrameHeader(STREAM, 5, 0, frame), keep=False)
+        appender.give(item)
+        assert until(lambda item=item: item.over)  # type: ignore[misc]
         if finished:
             appender.take()
             before = segment.tail
             assert before == path.stat().st_size > 0
+    assert path.stat().st_size > before
     appender.give_up()
     assert before == segment.tail == segment.end == path.stat().st_size
     appender.close()

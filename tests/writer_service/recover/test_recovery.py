@@ -703,6 +703,36 @@ def test_a_malformed_frame_behind_one_that_finds_no_room(tmp_path: Path, monkeyp
             assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 1), 1, [0])
 
 
+def test_frames_behind_a_record_that_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is acknowledged: both come again, and the rows are stored once."""
+    full = tmp_path / "full"
+    fault(monkeypatch, "write_at:control-:1:1:ENOSPC")
+    monkeypatch.setenv("FAULT_WHILE", str(full))
+    store, capture, other = tmp_path / "store", new_ulid(), new_ulid()
+    with WriterProcess(store, script=FAULTY) as writer, Sender(writer.endpoint) as engine:
+        engine.open(capture, prompt_len=6)
+        engine.wait()
+        full.touch()
+        writer.process.send_signal(signal.SIGSTOP)  # all come at once
+        engine.frame([(capture, 1, [0, 1])])
+        engine.open(other, prompt_len=1)
+        for positions in ([2, 3], [4, 5]):
+            engine.frame([(capture, 1, positions)])
+        writer.process.send_signal(signal.SIGCONT)
+        assert until(lambda: engine.sync() and engine.durable == 2)  # the frame before it
+        for _ in range(5):
+            engine.sync()
+        assert engine.durable == 2
+        full.unlink()
+        engine.finish(capture, end=6)
+        engine.wait()
+        assert status_is(store, capture, "complete")
+        with StoreReader(store) as reader:
+            assert reader.capture(other).status == "running"
+            assert_rows(reader.slice(capture, SITE, [0, 1, 2, 3], 0, 6), 1, range(6))
+        assert len(dump(store)["frames"]) == 3
+
+
 def test_a_failed_sync_forgets_a_refusal_and_keeps_a_file_that_has_nothing_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
