@@ -116,7 +116,7 @@ class Writer:
         self._senders.rings_max = self._sockets.shares.rings
         self._acks = Acks(self._sockets, self.counters, self.config.durability == "os", self.store_state)
         self._receiver = Receiver(self._sockets, self._acks, self._journal, self._rules, self._senders, self._quota,
-                                    self._uuid, self.config.commit_bytes, self.config.lanes)
+                                    self._uuid, self.config)
         poller = zmq.Poller()
         poller.register(self._waker.read_fd, zmq.POLLIN)
         self._announce()

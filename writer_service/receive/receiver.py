@@ -39,6 +39,7 @@ from schemas.wire.messages import (
     unpack,
 )
 from schemas.wire.row_table import RowTable, check_frame, check_part, check_table
+from writer_service.config import Config
 from writer_service.control_log import Message, Refused, RowsOverQuota
 from writer_service.journal.journal import Journal
 from writer_service.journal.open_segments import lane_bytes
@@ -97,13 +98,13 @@ class Receiver:
     """Takes messages off the sockets, ``heard`` of them so far; a burst goes on until ``burst_until`` (monotonic)."""
 
     def __init__(self, sockets: Sockets, acks: Acks, journal: Journal, rules: CaptureRules, senders: Senders,
-                 quota: Quota, uuid: bytes, commit_bytes: int, lanes: int) -> None:
+                 quota: Quota, uuid: bytes, config: Config) -> None:
         self.heard = 0
         self.burst_until = 0.0
         self._sockets, self._acks, self._journal, self._rules = sockets, acks, journal, rules
-        self._senders, self._quota, self._uuid, self._commit_bytes = senders, quota, uuid, commit_bytes
+        self._senders, self._quota, self._uuid, self._commit_bytes = senders, quota, uuid, config.commit_bytes
         self._counters = journal.counters
-        self._line_max = lanes * in_line_max
+        self._line_max = config.lanes * in_line_max
         self._line: deque[ReceivedFrame | _ReceivedRecord] = deque()
         self._waiting: deque[ReceivedFrame] = deque()  # the line's last frames: no lane was given them yet
         self._waiting_bytes = 0
