@@ -1,7 +1,7 @@
 """Receiver of messages: greetings, records, frames and byes are taken in order, checked and journaled.
 
-What has a number stands in one line until it is journaled. Lanes write frames of the line side by side; a record waits
-until the frames before it lie in their segments, and nobody else waits for it.
+Frames stand in one line until they lie in their segments; lanes write them side by side. A record waits there for the
+frames of its own sender, and no frame waits for it.
 """
 
 from __future__ import annotations
@@ -136,13 +136,15 @@ class Receiver:
         self.collect()
         return False
 
-    def settle(self) -> None:
-        """Wait until everything that was received is journaled."""
-        self._advance_line(wait=True)
+    def settle(self, state: SenderState | None = None) -> None:
+        """Wait until everything that was received is journaled, or all of one stream."""
+        while self._line and (state is None or state.waiting):
+            self._take_first()
 
     def collect(self) -> None:
         """Take note of what lanes have written, without receiving more."""
-        self._advance_line(wait=False)
+        while self._line and self._can_take_first():
+            self._take_first()
 
     def forget(self) -> None:
         """A commit failed: what was received and not appended comes again."""
@@ -154,12 +156,11 @@ class Receiver:
         try:
             message = decode_from_sender(parts[0].buffer)
         except msgspec.MsgspecError as error:
-            self.settle()
             self._take_malformed(address, parts[0], str(error))
             return
-        if isinstance(message, Connect | Bye):
-            self.settle()
         if isinstance(message, Connect):
+            if (known := self._senders.of(message.stream)) is not None:
+                self.settle(known)
             self._greet(address, message)
             return
         if (state := self._sender(address)) is None:
@@ -175,12 +176,15 @@ class Receiver:
         elif state.must_greet:
             return  # it was told so; what it sends until its Hello comes again after it
         elif isinstance(message, Bye):
+            self.settle(state)
             self._take_bye(state, message)
         elif self._in_order(state, message.seq):
             if isinstance(message, Frame):
                 self._take_frame(state, message, parts)
-            else:
+            elif state.waiting:
                 self._stand_in_line(_ReceivedRecord(state, message))
+            else:
+                self._take_record(state, message)
 
     def _sender(self, address: bytes) -> SenderState | None:
         """Sender on a connection; one that did not greet is told to."""
@@ -207,13 +211,15 @@ class Receiver:
             return
         # It has a number: take it, or the sender would send it for ever.
         if not state.must_greet and self._in_order(state, seq):
-            self._refuse(state, seq, "malformed", why)
+            self.settle(state)
+            if seq == state.received + 1:
+                self._refuse(state, seq, "malformed", why)
 
     def _in_order(self, state: SenderState, seq: int) -> bool:
         """Whether this is the next message; anything else is answered with what is covered."""
         if seq == state.received + state.waiting + 1 and seq not in state.ahead:
             return True
-        self.settle()
+        self.settle(state)
         self._acks.ack(state)
         if seq > state.received + 1:
             self._counters.gaps += 1
@@ -250,14 +256,14 @@ class Receiver:
                 raise ProtocolError(f"frame {frame.seq}: the row table does not match its checksum")
             payload = find_payload(frame, state.ring, [part.buffer for part in parts[2:]])
         except ProtocolError as error:
-            self.settle()
+            self.settle(state)
             if frame.seq == state.received + 1:
                 self._refuse_frame(state, frame.seq, error)
             return  # else those before it could not be written: all come again
         if self._quota.limit is not None and any(isinstance(one, _ReceivedRecord) for one in self._line):
             self.settle()  # an Open that says whether its rows are taken may be in the line
         if self._quota.limit is not None and self._rules.over_quota(frame.captures):
-            self.settle()
+            self.settle(state)
             if frame.seq == state.received + 1 and self._append(state, Refused(frame.seq, "quota")):
                 self._advance(state, frame.seq)
                 self._counters.rows_over_quota += rows
@@ -285,31 +291,30 @@ class Receiver:
             self._waiting.clear()
             self._waiting_bytes = 0
 
-    def _advance_line(self, wait: bool) -> None:
-        """Take the line's first as far as they are journaled, or can be at once; ``wait`` for the lanes' frames."""
-        while self._line:
-            first, fault = self._line[0], None
-            try:
-                if isinstance(first, _ReceivedRecord):
-                    pass
-                elif self._waiting and first is self._waiting[0]:  # too little for a lane, and all have nothing to do
-                    fault = self._journal.append(first)
-                    self._waiting_bytes -= self._waiting.popleft().nbytes
-                elif wait or self._journal.appended:
-                    fault = self._journal.finish_append()
-                else:
-                    return
-            except OSError as error:
-                self._not_written(error)
-                return
-            self._line.popleft()
-            first.state.waiting -= 1
-            self._take_first(first, fault)
-            if first.state.received != first.seq:  # its record, or its refusal, could not be written
-                self._give_up()
-                return
+    def _can_take_first(self) -> bool:
+        """Whether ``_take_first`` need not wait for a lane."""
+        first = self._line[0]
+        return isinstance(first, _ReceivedRecord) or first is self._next_waiting or self._journal.appended
 
-    def _take_first(self, first: ReceivedFrame | _ReceivedRecord, fault: ProtocolError | None) -> None:
+    @property
+    def _next_waiting(self) -> ReceivedFrame | None:
+        """The frame that is too little for a lane. If it is the line's first, all lanes have nothing to do."""
+        return self._waiting[0] if self._waiting else None
+
+    def _take_first(self) -> None:
+        """Journal the first of the line, or take note of it; wait for its lane."""
+        first, fault = self._line[0], None
+        try:
+            if first is self._next_waiting:
+                fault = self._journal.append(first)
+                self._waiting_bytes -= self._waiting.popleft().nbytes
+            elif isinstance(first, ReceivedFrame):
+                fault = self._journal.finish_append()
+        except OSError as error:
+            self._not_written(error)
+            return
+        self._line.popleft()
+        first.state.waiting -= 1
         if isinstance(first, _ReceivedRecord):
             self._take_record(first.state, first.record)
         elif fault is not None:
@@ -317,6 +322,8 @@ class Receiver:
         else:
             self._written_bytes += first.nbytes
             self._note_frame(first.state, first.frame, first.table)
+        if first.state.received != first.seq:  # its record, or its refusal, could not be written
+            self._give_up()
 
     def _not_written(self, error: OSError) -> None:
         self._journal.disk_error("append", self._journal.folder, error)

@@ -66,6 +66,10 @@ class Senders:
         state = self._streams.get(stream)
         return state if state is not None and state.epoch == epoch else None
 
+    def of(self, stream: str) -> SenderState | None:
+        """The stream, in whatever incarnation."""
+        return self._streams.get(stream)
+
     def by_connection(self, address: bytes) -> SenderState | None:
         """Sender that greeted on a connection."""
         return self._by_address.get(address)
