@@ -16,13 +16,15 @@ import random
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from writer_service import fs
 
 PAGE = 4096
+T = TypeVar("T")
 Names = dict[str, tuple[str, bool]]  # by name: which file it is, whether that is a folder
 _libc = ctypes.CDLL(None)
 
@@ -36,6 +38,8 @@ class Certain:
 
     def __init__(self, store: Path, beside: Path, lies: str = "") -> None:
         self.store, self.beside, self.lies = store, beside, lies
+        self._lock, self._looks = threading.Lock(), 0
+        self._kept = dict[str, int]()  # by what it is called beside the store, the look that is kept
         if not beside.exists():
             self.settle()
 
@@ -54,18 +58,33 @@ class Certain:
 
         def noting_bytes(fd: int) -> None:
             place = Path(f"/proc/self/fd/{fd}")
-            which, data = _which(place), place.read_bytes()  # before the sync: what is written meanwhile may be lost
+            which = _which(place)
+            number, data = self._look(place.read_bytes)  # before the sync: what is written meanwhile may be lost
             sync_bytes(fd)
             if self._is_true(place.readlink()):
-                self._put(which, data)
+                self._keep(which, number, data)
 
         def noting_names(path: Path) -> None:
-            which, names = _which(path), _names(path)
+            which = _which(path)
+            number, names = self._look(lambda: _names(path))
             sync_names(path)
             if self._is_true(path):
-                self._keep_names(which, names)
+                self._keep(f"names-{which}", number, _encoded(names))
 
         fs.datasync, fs.sync_dir = noting_bytes, noting_names
+
+    def _look(self, how: Callable[[], T]) -> tuple[int, T]:
+        """What is to be synced, and which look at it this was."""
+        with self._lock:
+            self._looks += 1
+            return self._looks, how()
+
+    def _keep(self, name: str, number: int, data: bytes) -> None:
+        """Keep what was synced, unless a thread that looked later was sooner: its sync made more certain."""
+        with self._lock:
+            if self._kept.get(name, 0) < number:
+                self._kept[name] = number
+                self._put(name, data)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -139,13 +158,17 @@ class Certain:
         return {name: (which, is_folder) for name, (which, is_folder) in json.loads(kept.read_text()).items()}
 
     def _keep_names(self, folder: str, names: Names) -> None:
-        self._put(f"names-{folder}", json.dumps(names).encode())
+        self._put(f"names-{folder}", _encoded(names))
 
     def _put(self, name: str, data: bytes) -> None:
         """Whole, also where this process is killed meanwhile."""
         temporary = self.beside / f".{name}.{threading.get_ident()}"
         temporary.write_bytes(data)
         temporary.replace(self.beside / name)
+
+
+def _encoded(names: Names) -> bytes:
+    return json.dumps(names).encode()
 
 
 def _names(folder: Path) -> Names:
