@@ -243,6 +243,8 @@ def test_waiting_is_counted_by_who_has_to_make_room(writer: WriterProcess) -> No
 
     assert until(told_to_the_sender, 30.0)
     tapped.close(timeout_s=60.0)
+    logs = writer.store / "writers" / "w0" / "journal"
+    assert until(lambda: any(b"bye" in log.read_bytes() for log in logs.glob("control-*.log")), 30.0)
     assert counters.waits > 0 and counters.waited_copies_seconds == 0
     (told,) = (found for line in writer.stop().splitlines() if (found := line_times_of(line)) is not None)
     assert (told.sender, told.writer) == (counters.waited_sender_seconds, counters.waited_writer_seconds)
