@@ -79,7 +79,7 @@ class SenderState:
     nonce: int = 0  # of its last Hello; 0: not told
     remote: bool = False  # on another host
     received: int = 0
-    waiting: int = 0  # frames past ``received`` that are about to be written, or are being written
+    waiting: int = 0  # messages past ``received`` that stand in the line: about to be written, or being written
     durable: int = 0
     settled: int = 0  # up to here the catalog, and so every reader, knows
     ahead: set[int] = field(default_factory=set)
