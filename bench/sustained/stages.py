@@ -58,7 +58,7 @@ SENDER: Final = (
     Stage("frames and row tables", _BUILDER, "FrameBuilder._message"),
     Stage("put steps together", _BUILDER, "FrameBuilder._contiguous",
           lambda args, result: memoryview(result).nbytes if args[3].steps > 1 else 0, reads=1, writes=1),
-    Stage("hash", _BUILDER, "_digest"),
+    Stage("hash", _BUILDER, "_digest"),  # in whatever thread; the next tells the bytes
     Stage("hash", _BUILDER, "FrameBuilder._stream", lambda args, result: result[0].nbytes, reads=1, hashes=1),
     Stage("join for the network", _SENDER, "Sender._inline", lambda args, result: args[1].nbytes, reads=1, writes=1),
     Stage("send", _SENDER, "Sender._send_unsent"),

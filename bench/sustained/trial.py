@@ -20,11 +20,11 @@ from bench.sustained.played import PlayedEngine, default_ring
 from engine_side.transport.ring import Ring
 from engine_side.transport.sender_process import SenderProcess
 from schemas import limits
-from writer_service.config import lanes_max
+from writer_service.config import lanes_of
 from writer_service.seal.sealer import patience_max
 
 # More of the journal than that, and sealing falls behind.
-UNSEALED_MAX: Final = (patience_max + 2 * lanes_max) * limits.segment_bytes_target
+UNSEALED_MAX: Final = (patience_max + 2 * lanes_of(os.cpu_count() or 1)) * limits.segment_bytes_target
 SEAL_IDLE_S: Final = 2.0
 
 

@@ -66,9 +66,9 @@ _FLUSH_S = 5.0
 class Outgoing:
     """A numbered message, kept until it is durable."""
 
-    parts: list[bytes]  # the message itself and, of a frame, its row table
+    parts: list[bytes]  # the message itself, that of a frame once it is ``whole``, and the row table of a frame
     frame: Frame | None = None
-    digests: Sequence[Digest] = ()  # that the message of the frame lacks
+    digests: Sequence[Digest] = ()  # of the frame's streams
     marks: Sequence[Mark] = ()
     opens: str = ""  # the capture that it is the Open or the Join of
     ends: str = ""  # or the Finish or the PartFinish
@@ -80,10 +80,10 @@ class Outgoing:
 
     def whole(self) -> list[bytes]:
         """Its parts; waits for the digests of a frame."""
-        if self.frame is not None and self.digests:
+        if self.frame is not None and not self.parts[0]:
             self.frame.streams = [msgspec.structs.replace(part, xxh3=digest())
                                   for part, digest in zip(self.frame.streams, self.digests, strict=True)]
-            self.parts[0], self.digests = messages.encode(self.frame), ()
+            self.parts[0] = messages.encode(self.frame)
         return self.parts
 
 
@@ -260,7 +260,7 @@ class Sender:
             return
         message.seq = self.window.last + 1
         if isinstance(message, Frame):
-            self.window.add(Outgoing([b"" if digests else messages.encode(message), table], message, digests, marks))
+            self.window.add(Outgoing([b"", table], message, digests, marks))
             return
         data = messages.encode(message)
         self.window.add(Outgoing([data], opens=message.capture if isinstance(message, Open | Join) else "",

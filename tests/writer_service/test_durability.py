@@ -519,7 +519,7 @@ def test_a_frame_that_finds_no_room_leaves_nothing_and_what_was_given_behind_it_
         made = SegmentMade(number, frame.site, frame.codec, frame.dtype, frame.width, frame.fingerprint)
         if number not in segments:
             path = tmp_path / str(number)
-            segments[number] = OpenSegment(made, path, os.open(path, flags | os.O_CREAT, 0o600), lane=number)
+            segments[number] = OpenSegment(made, path, os.open(path, flags | os.O_CREAT, 0o600), lane=number - 1)
         arrival = ReceivedFrame(SenderState(STREAM, 5, "engine"), frame, table, RowTable.from_bytes(table, 3), buffers)
         placed.append(PendingAppend(arrival, segments[number], FrameHeader(STREAM, 5, 0, frame), keep=False))
     appender = ParallelAppend(UUID, 2)

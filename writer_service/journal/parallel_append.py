@@ -101,7 +101,7 @@ class ParallelAppend:
         item.segment.given += 1
         item.segment.given_bytes += item.received.nbytes
         self.nbytes += item.received.nbytes
-        future = self._lanes[item.segment.lane % len(self._lanes)].submit(item.write, self._store)
+        future = self._lanes[item.segment.lane].submit(item.write, self._store)
         self._given.append((item, future))
         future.add_done_callback(lambda _: self._wake())
 

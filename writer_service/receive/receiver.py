@@ -159,7 +159,7 @@ class Receiver:
             self._take_malformed(address, parts[0], str(error))
             return
         if isinstance(message, Connect):
-            if (known := self._senders.of(message.stream)) is not None:
+            if (known := self._senders.get(message.stream)) is not None:
                 self.settle(known)
             self._greet(address, message)
             return

@@ -61,14 +61,10 @@ class Senders:
     def __iter__(self) -> Iterator[SenderState]:
         return iter(list(self._streams.values()))
 
-    def get(self, stream: str, epoch: int) -> SenderState | None:
-        """The stream in this incarnation."""
+    def get(self, stream: str, epoch: int | None = None) -> SenderState | None:
+        """The stream in this incarnation, or in whatever."""
         state = self._streams.get(stream)
-        return state if state is not None and state.epoch == epoch else None
-
-    def of(self, stream: str) -> SenderState | None:
-        """The stream, in whatever incarnation."""
-        return self._streams.get(stream)
+        return state if state is not None and epoch in (None, state.epoch) else None
 
     def by_connection(self, address: bytes) -> SenderState | None:
         """Sender that greeted on a connection."""

@@ -107,6 +107,22 @@ def test_a_burst_is_synced_while_it_is_received(tmp_path: Path, ring: Path) -> N
     assert len(list((store / "blocks").iterdir())) >= 4  # of two lanes
 
 
+def test_a_burst_beyond_what_lanes_may_have_to_write(tmp_path: Path, ring: Path, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
+    """Nothing more is received until a lane is done, and then it goes on: each frame is more than they may have."""
+    monkeypatch.setenv("LINE_BYTES", "1")
+    store = tmp_path / "store"
+    flags = ("--keep-s", "1000")  # a round of upkeep would wait for the lanes
+    with WriterProcess(store, *flags, script=PROGRAMS / "slow_writer.py") as writer, greeted(writer, ring) as engine:
+        capture = opened(engine)
+        burst(writer, engine, capture, times=3)
+        assert finished(engine, store, capture) == "complete"
+        writer.stop()
+    with StoreReader(store) as reader:
+        assert_rows(reader.slice(capture, SITE, [0, 3], 0, COUNT * ROWS), 1, range(COUNT * ROWS))
+        assert len(dump(store)["frames"]) == 3 * COUNT
+
+
 def test_a_disk_that_fills_in_the_midst_of_a_burst(tmp_path: Path, ring: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of the burst is taken, all of it comes again, and no row is in the store twice."""
     monkeypatch.setenv("FAULT", "write_at:.open:3:2:ENOSPC")

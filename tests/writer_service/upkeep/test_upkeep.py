@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -196,6 +197,24 @@ def test_over_quota(tmp_path: Path) -> None:
                 assert_rows(reader.slice(again, SITE, [2]), 1, range(32))
         out = writer.stop()
     assert "rows_over_quota=64" in out
+    assert_consistent(store)
+
+
+def test_over_quota_with_its_open_in_one_burst(tmp_path: Path) -> None:
+    """The Open waits for a frame before it, and the rows behind it are not taken for those of a capture in time."""
+    store, before, later = tmp_path / "store", new_ulid(), new_ulid()
+    with WriterProcess(store, "--seal-idle-s", "0.2", "--keep-s", "0.1", "--quota-bytes", "400000") as writer:
+        with Sender(writer.endpoint, engine=engine_info(WIDTH)) as engine:
+            store_one(engine, before, finish=False)
+            assert until(lambda: disk_bytes(store / "blocks") > 500_000)
+            writer.process.send_signal(signal.SIGSTOP)
+            engine.frame([(before, 1, range(32, 34))], width=WIDTH)
+            engine.open(later, prompt_len=2)
+            engine.frame([(later, 1, range(2))], width=WIDTH)
+            writer.process.send_signal(signal.SIGCONT)
+            engine.wait()
+        out = writer.stop()
+    assert "rows_over_quota=2" in out
     assert_consistent(store)
 
 
