@@ -271,7 +271,7 @@ def test_an_encoder_that_writes_in_place_changes_nothing_but_what_it_was_given()
     rows, made = ROWS.clone(), Coder.of("mine", InPlace)
     assert made.check(rows, "k") == 4 * HEADS * HEAD
     coding = Coding("in-forward", "k", frozenset({0}), 1, made.coded, int)
-    coded = coding._one(rows, Stand(0, 0, torch.arange(len(rows)), "k"))
+    coded = coding._one(rows, Stand(torch.zeros(len(rows)).long(), 0, torch.arange(len(rows)), "k"))
     assert torch.equal(rows, ROWS) and not torch.equal(coded, ROWS) and coding.changed == len(rows)
 
 

@@ -77,7 +77,7 @@ def of_layers(name: str) -> ByLayer:
 def error(coder: Coded, layer: int, what: str) -> float:
     rows, at = drawn(layer, what, 100), PLACES[:100]
     given = TURN.turned(rows, at) if what == "k" else rows
-    off: torch.Tensor = coder.coded(given, Stand(0, layer, at, what)) - given
+    off: torch.Tensor = coder.coded(given, Stand(torch.zeros_like(at), layer, at, what)) - given
     return float(off.norm() / given.norm())
 
 

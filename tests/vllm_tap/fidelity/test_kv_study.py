@@ -16,7 +16,7 @@ from vllm_tap.fidelity.bench import Answer, Bench, Unpublished
 from vllm_tap.fidelity.distributions import I64
 from vllm_tap.fidelity.kv import retrieval
 from vllm_tap.fidelity.kv.codecs import Coder, Float8, Stand, own_codec
-from vllm_tap.fidelity.kv.modes import MODES, Window, noise_like, window_of
+from vllm_tap.fidelity.kv.modes import MODES, Make, Window, noise_like, one_wrong, shuffled, window_of
 from vllm_tap.fidelity.kv.retrieval import study_retrieval
 from vllm_tap.fidelity.kv.study import Where, study_kv
 from vllm_tap.fidelity.study import PlaceStudy
@@ -208,13 +208,27 @@ def test_a_window_that_hardly_a_row_leaves_is_refused_with_what_would_do() -> No
 
 def test_noise_has_each_heads_own_power_and_no_other() -> None:
     coder, rows = Coder.of("mine", Float8), torch.randn(50, HEADS, HEAD, generator=torch.Generator().manual_seed(0))
-    stand = Stand(1, 0, torch.arange(50), "k")
+    stand = Stand(torch.ones(50).long(), 0, torch.arange(50), "k")
     off, noise = coder.coded(rows, stand) - rows, noise_like(coder)(rows, stand) - rows
     assert torch.allclose(noise.norm(dim=-1), off.norm(dim=-1), rtol=1e-3)
     assert (off * noise).sum() ** 2 < 0.05 * off.square().sum() * noise.square().sum()  # another direction
     assert torch.equal(noise_like(coder)(rows, stand) - rows, noise)
-    other = noise_like(coder)(rows, Stand(2, 0, torch.arange(50), "k")) - rows
+    other = noise_like(coder)(rows, Stand(torch.full((50,), 2), 0, torch.arange(50), "k")) - rows
     assert not torch.allclose(other, noise)
+
+
+@pytest.mark.parametrize("make", [Coder.of("mine", Float8).coded, noise_like(Coder.of("mine", Float8)), shuffled(3),
+                                  one_wrong(7, 5)], ids=["codec", "noise", "shuffled", "one wrong"])
+def test_prompts_that_share_a_step_are_changed_as_each_alone(make: Make) -> None:
+    """A step has rows of several prompts, at positions of their own; none gets a row of another."""
+    rows = torch.randn(30, HEADS, HEAD, generator=torch.Generator().manual_seed(1))
+    prompts = torch.tensor([7] * 12 + [2] + [9] * 17)
+    places = torch.cat([torch.arange(12), torch.tensor([5]), torch.arange(3, 20)])
+    together = make(rows, Stand(prompts, 0, places, "k"))
+    for part in (slice(0, 12), slice(12, 13), slice(13, 30)):
+        alone = make(rows[part], Stand(prompts[part], 0, places[part], "k"))
+        assert torch.equal(together[part], alone)
+    assert not torch.equal(together, rows)
 
 
 def test_noise_is_measured_beside_each_codec_where_it_is_asked_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -55,13 +55,22 @@ class KVCodec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stand:
-    """The place of rows: the number of their ``prompt``, ``layer``, ``positions`` int64 [rows], ``what``: "k" or "v".
+    """The place of rows: the numbers of their ``prompts``, int64 [rows], those of each together; ``layer``;
+    ``positions`` int64 [rows]; ``what``: "k" or "v".
     """
 
-    prompt: int
+    prompts: torch.Tensor
     layer: int
     positions: torch.Tensor
     what: str
+
+    def by_prompt(self) -> Iterator[tuple[int, slice]]:
+        """The number of each prompt, and which of the rows are its."""
+        stop = 0
+        for number, count in zip(*map(torch.Tensor.tolist, self.prompts.unique_consecutive(return_counts=True)),
+                                 strict=True):
+            start, stop = stop, stop + count
+            yield number, slice(start, stop)
 
 
 class Coded(Protocol):

@@ -68,8 +68,8 @@ def window_of(tokens: int, context: int, exact: int | None = None) -> Window:
 class Coding:
     """The rows that are written in place of a run's keys and values.
 
-    ``make`` is asked for the rows of one prompt at one layer. ``number_of`` tells the number of that prompt from a
-    request's id. ``part`` is "kv", "k" or "v". ``layers`` are those whose rows are changed.
+    ``make`` is asked for the rows of a step at one layer. ``number_of`` tells the number of a prompt from its request's
+    id. ``part`` is "kv", "k" or "v". ``layers`` are those whose rows are changed.
 
     The ``mode`` tells when rows are changed. In-forward: every token's as they are computed, so that later layers
     compute with the result. Direct: the same, but every layer's rows are those of a run without any change (``exact``),
@@ -109,26 +109,22 @@ class Coding:
             yield self._of_requests(layer, rows)
 
     def _of_requests(self, layer: int, rows: Rows) -> Written:
-        keys, values = rows.keys.clone(), rows.values.clone()
-        for number, request in enumerate(rows.requests):
-            mine = (rows.owners == number).nonzero()[:, 0]
-            if len(mine):
-                there, positions = mine.to(keys.device), rows.positions[mine]
-                given = self._exactly(layer, request, (rows.keys[there], rows.values[there]), positions)
-                keys[there], values[there] = (self._made((layer, request), *given, positions)
-                                              if layer in self.layers else given)
+        keys, values = self._exactly(layer, rows) if self.mode == "direct" else (rows.keys, rows.values)
+        if layer in self.layers:
+            prompts = torch.tensor([self.number_of(request) for request in rows.requests])[rows.owners]
+            keys, values = self._made(layer, prompts, keys, values, rows.positions)
         return keys, values, rows.slots
 
-    def _exactly(self, layer: int, request: str, rows: tuple[torch.Tensor, torch.Tensor], positions: torch.Tensor
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows as the exact run had them, at positions that it has: this run's own answer may go on otherwise."""
-        kept = self.exact.get((layer, self.number_of(request)))
-        if self.mode != "direct" or kept is None:
-            return rows
-        there = positions < len(kept[0])
-        keys, values = (one.clone() for one in rows)
-        on = there.to(keys.device)
-        keys[on], values[on] = (one[positions[there]].to(keys.device) for one in kept)
+    def _exactly(self, layer: int, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the exact run had them, at positions that it has: this run's own answers may go on
+        otherwise.
+        """
+        keys, values = rows.keys.clone(), rows.values.clone()
+        for number, request in enumerate(rows.requests):
+            if (exact := self.exact.get((layer, self.number_of(request)))) is not None:
+                mine = ((rows.owners == number) & (rows.positions < len(exact[0]))).nonzero()[:, 0]
+                there, at = mine.to(keys.device), rows.positions[mine]
+                keys[there], values[there] = (one[at].to(keys.device) for one in exact)
         return keys, values
 
     def _changed_later(self, layer: int, rows: Rows) -> Iterator[Written]:
@@ -148,7 +144,7 @@ class Coding:
             elif kept := self._kept.pop((layer, request), None):
                 positions = torch.cat([at for at, _ in kept])
                 keys, values, slots = (torch.cat(parts) for parts in zip(*(one for _, one in kept), strict=True))
-                yield *self._made((layer, request), keys, values, positions), slots
+                yield *self._made(layer, self._prompts(request, positions), keys, values, positions), slots
 
     def _left(self, layer: int, rows: Rows, window: Window) -> Iterator[Written]:
         """Write the rows that have left the window, changed. Keep those within it, and those that come now."""
@@ -172,15 +168,18 @@ class Coding:
                 changed = gone & (positions >= window.first)
                 if changed.any():
                     keys, values, slots = (each[changed.to(there.device)] for each in parts)
-                    yield *self._made((layer, request), keys, values, positions[changed]), slots
+                    at = positions[changed]
+                    yield *self._made(layer, self._prompts(request, at), keys, values, at), slots
                 keys, values, slots = (each[on] for each in parts)
                 stay = [(positions[~gone], (keys, values, slots)), come]
             self._kept[layer, request] = stay
 
-    def _made(self, whose: tuple[int, str], keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
+    def _prompts(self, request: str, positions: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(positions, self.number_of(request))
+
+    def _made(self, layer: int, prompts: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
               ) -> tuple[torch.Tensor, torch.Tensor]:
-        layer, request = whose
-        stands = {what: Stand(self.number_of(request), layer, positions, what) for what in self.part}
+        stands = {what: Stand(prompts, layer, positions, what) for what in self.part}
         return (self._one(keys, stands["k"]) if "k" in stands else keys,
                 self._one(values, stands["v"]) if "v" in stands else values)
 
@@ -230,12 +229,19 @@ def noise_like(coder: Coded) -> Make:
     """Rows with Gaussian noise of the codec's own error, head by head: as large, without its structure."""
     def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
         off = (coder.coded(rows, stand).float() - rows.float()).norm(dim=-1, keepdim=True)
-        seed = int(np.random.default_rng((stand.prompt, stand.layer, int(stand.positions[0]), ord(stand.what))
-                                         ).integers(1 << 62))
-        drawn = torch.randn(rows.shape, generator=torch.Generator().manual_seed(seed)).to(rows.device)
+        parts = []
+        for prompt, part in stand.by_prompt():
+            seed = int(np.random.default_rng(_seeds(stand, prompt, part, stand.layer)).integers(1 << 62))
+            parts.append(torch.randn(rows[part].shape, generator=torch.Generator().manual_seed(seed)))
+        drawn = torch.cat(parts).to(rows.device)
         return (rows.float() + drawn * off / drawn.norm(dim=-1, keepdim=True)).to(rows.dtype)
 
     return make
+
+
+def _seeds(stand: Stand, prompt: int, part: slice, more: int) -> tuple[int, ...]:
+    """The numbers that rows of a prompt are drawn by."""
+    return more, prompt, int(stand.positions[part][0]), ord(stand.what)
 
 
 def shuffled(seed: int = 0) -> Make:
@@ -243,10 +249,10 @@ def shuffled(seed: int = 0) -> Make:
     attention does not see the order in which pairs of them lie in the cache.
     """
     def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
-        order = np.random.default_rng((seed, stand.prompt, int(stand.positions[0]), ord(stand.what))
-                                      ).permutation(len(rows))
         moved = torch.empty_like(rows)
-        moved[torch.from_numpy(order)] = rows[torch.from_numpy(np.roll(order, 1))]
+        for prompt, part in stand.by_prompt():
+            order = np.random.default_rng(_seeds(stand, prompt, part, seed)).permutation(part.stop - part.start)
+            moved[part][torch.from_numpy(order)] = rows[part][torch.from_numpy(np.roll(order, 1))]
         return moved
 
     return make
@@ -255,8 +261,8 @@ def shuffled(seed: int = 0) -> Make:
 def one_wrong(prompt: int, at: int) -> Make:
     """A control: one position's row of one prompt is that of the position before."""
     def make(rows: torch.Tensor, stand: Stand) -> torch.Tensor:
-        where = (stand.positions == at).nonzero()[:, 0]
-        if stand.prompt != prompt or not len(where):
+        where = ((stand.positions == at) & (stand.prompts == prompt)).nonzero()[:, 0]
+        if not len(where):
             return rows
         wrong = rows.clone()
         wrong[where] = rows[where - 1]

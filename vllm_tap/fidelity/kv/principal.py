@@ -31,13 +31,16 @@ class Components:
     """Principal components of keys or of values of one layer.
 
     ``mean`` is [heads, head]. ``turn`` is [heads, head, head]; its columns are the components. ``size`` (their standard
-    deviation) and ``bits``, int64, are [heads, head].
+    deviation) and ``bits``, int64, are [heads, head]. Of each bit of a head's codes, ``component`` says whose it is and
+    ``place`` which of its bits: int64 [heads, bits].
     """
 
     mean: torch.Tensor
     turn: torch.Tensor
     size: torch.Tensor
     bits: torch.Tensor
+    component: torch.Tensor
+    place: torch.Tensor
 
 
 def fit(rows: torch.Tensor, bits: int) -> Components:
@@ -56,7 +59,9 @@ def fit(rows: torch.Tensor, bits: int) -> Components:
     for _ in range(bits * head):
         left = torch.where(given < _BITS_MAX, values.cpu() / 4.0 ** given, torch.tensor(-1.0, dtype=torch.double))
         given.scatter_add_(1, left.argmax(1, keepdim=True), torch.ones(len(given), 1, dtype=torch.int64))
-    return Components(mean.float(), turn.float(), values.sqrt().float(), given)
+    component = torch.stack([torch.repeat_interleave(torch.arange(head), each) for each in given])
+    place = torch.stack([torch.cat([torch.arange(count) for count in each]) for each in given.tolist()])
+    return Components(mean.float(), turn.float(), values.sqrt().float(), given, component, place)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +80,15 @@ class Principal:
         for bits in one.bits.unique().tolist():
             if bits:
                 codes = torch.where(one.bits == bits, torch.bucketize(shape, lloyd_max(bits)[1]), codes)
-        component, place = _laid_out(one.bits)
-        ones = codes.gather(-1, component.expand(len(codes), -1, -1)) >> place & 1
+        ones = codes.gather(-1, one.component.expand(len(codes), -1, -1)) >> one.place & 1
         packed = (ones.flatten(1).unflatten(-1, (-1, 8)) << torch.arange(8)).sum(-1)
         return {"q": packed.to(torch.uint8), "length": nan_unless_finite(length.to(torch.bfloat16))}
 
     def decode(self, pieces: Pieces, heads: int, head: int, what: str) -> torch.Tensor:
         one = self.fitted[what]
-        component, place = _laid_out(one.bits)
         ones = (pieces["q"].cpu().long().unsqueeze(-1) >> torch.arange(8) & 1).flatten(1).unflatten(-1, (heads, -1))
         codes = torch.zeros(len(ones), heads, head, dtype=torch.int64).scatter_add_(
-            -1, component.expand(len(ones), -1, -1), ones << place)
+            -1, one.component.expand(len(ones), -1, -1), ones << one.place)
         shape = torch.zeros(codes.shape)
         for bits in one.bits.unique().tolist():
             if bits:
@@ -96,13 +99,6 @@ class Principal:
 
     def token_bytes(self, heads: int, head: int, what: str) -> int:
         return heads * (int(self.fitted[what].bits[0].sum()) // 8 + 2)
-
-
-def _laid_out(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The component of each bit of a head's codes, int64 [heads, bits], and which bit of that it is."""
-    component = torch.stack([torch.repeat_interleave(torch.arange(len(each)), each) for each in bits])
-    place = torch.stack([torch.cat([torch.arange(int(count)) for count in each]) for each in bits])
-    return component, place
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ context is scored. The run that it copies lies at the context's end, so a snapsh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -55,7 +56,8 @@ def study_retrieval(bench: Bench, tokens: I64, places: Sequence[Where], coders: 
         raise Unpublished(f"a context of {context} tokens has no whole run of {RUN} before what is scored")
     prompts = copying(commonest(tokens[:, 1:]), len(tokens), tokens.shape[1], np.random.default_rng(_SEED),
                       int(tokens[0, 0]))
-    found = Retrieved(scored.stop - scored.start)
+    found, bench = Retrieved(scored.stop - scored.start), copy(bench)
+    bench.continued = 1  # no answer is looked at
     for where in places:
         exact, copied = list[float](), found.copied.setdefault(where.name, {})
         for chunk in batches(prompts, size):
