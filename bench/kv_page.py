@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.fidelity_page import nats, number, parts_of, percent, write_page
+from bench.fidelity_page import nats, number, percent, write_page
 from vllm_tap.fidelity.kv.anchors import ANCHORS
 from vllm_tap.fidelity.kv.terms import terms_of
-from vllm_tap.fidelity.reports.page import RETRIEVAL, ratios_of
+from vllm_tap.fidelity.reports.page import ratios_of
 from vllm_tap.fidelity.reports.parts import retrieval_lines
 from vllm_tap.fidelity.reports.report import Report, lines_of, numbers_of, plain
 from vllm_tap.fidelity.statistics import interval
@@ -38,9 +38,10 @@ def _pilot(report: Report) -> dict[str, Any]:
 
 
 def _retrieval(report: Report) -> dict[str, Any] | None:
-    part = report.retrieval
+    part, ratios = report.retrieval, ratios_of(report)
     return part if part is None or "why" in part else {
-        **part, "lines": [asdict(one) for one in retrieval_lines(part)]}
+        **part, "lines": [{**asdict(one), "ratio": ratios.get(f"{one.place} {one.name}")}
+                          for one in retrieval_lines(part)]}
 
 
 def _pooled(report: Report) -> dict[str, Any]:
@@ -54,7 +55,7 @@ def _pooled(report: Report) -> dict[str, Any]:
 def tables(found: dict[str, Any]) -> dict[str, str]:
     """The tables by name."""
     return {"run": _run(found), "modes": _modes(found), "terms": _terms(found), "pooled": _of_pools(found),
-            "retrieval": parts_of(found, "retrieval", RETRIEVAL), "anchors": _anchors(), "controls": _controls(found)}
+            "retrieval": _copied(found), "anchors": _anchors(), "controls": _controls(found)}
 
 
 def _run(found: dict[str, Any]) -> str:
@@ -84,6 +85,32 @@ def _modes(found: dict[str, Any]) -> str:
                 f"| {'' if one['structure'] is None or control else format(one['structure'], '.2g')} "
                 f"| {'*control*' if control else one['verdict']['word']} |")
     return "\n".join(lines)
+
+
+def _copied(found: dict[str, Any]) -> str:
+    """By codec the share of tokens that are copied rightly, in each pilot and mode."""
+    shown = {name: part for name, pilot in found.items() if (part := pilot["retrieval"]) and "why" not in part}
+    told = [f"Of the {name} pilot not shown: {(pilot['retrieval'] or {'why': 'not in this run'})['why']}."
+            for name, pilot in found.items() if name not in shown]
+    told += [f"The {name} pilot, {what}: {said}." for name, part in shown.items() for what, said in part["told"].items()
+             if "broken" in said]
+    by_codec: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for name, part in shown.items():
+        for one in part["lines"]:
+            by_codec.setdefault(one["name"], {})[name, one["place"].removesuffix("/kv")] = one
+    heads = list(dict.fromkeys(where for each in by_codec.values() for where in each))
+    lines = [f"| codec | × smaller | {' | '.join(map(', '.join, heads))} |", "|---|---|" + "---|" * len(heads)]
+    for codec, each in by_codec.items():
+        ratio = next(iter(each.values()))["ratio"]
+        lines.append(f"| {'*shuffled*' if ratio is None else f'`{codec}`'} "
+                     f"| {'' if ratio is None else format(ratio, '.2f')} | " + " | ".join(
+                         _share(each[where]["values"]["copied"]) if where in each else "" for where in heads) + " |")
+    return "\n\n".join([*(["\n".join(lines)] if by_codec else []), *told])
+
+
+def _share(one: dict[str, float]) -> str:
+    value, low, high = (f"{100 * one[part]:.3g}" for part in ("value", "low", "high"))
+    return f"{value} %" + ("" if low == value == high else f" [{low}, {high}]")
 
 
 def _terms(found: dict[str, Any]) -> str:

@@ -20,12 +20,13 @@ from schemas.sites import has_heads
 from schemas.store.small_files import write_durable
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity.bench import Bench, numbers_max
+from vllm_tap.fidelity.distributions import I64
 from vllm_tap.fidelity.floors import arithmetic_floor
 from vllm_tap.fidelity.kept import Kept, config_digest, weights_digest
 from vllm_tap.fidelity.reports.page import page_of
 from vllm_tap.fidelity.reports.report import Report
 from vllm_tap.fidelity.study import PlaceStudy, Unpublished, engine_floor, study_place
-from vllm_tap.fidelity.texts import Corpus, Prompts, prompts_of, read_text, standard_library
+from vllm_tap.fidelity.texts import Corpus, Prompts, commonest, prompts_of, read_text, standard_library
 from vllm_tap.fidelity.unpatched import attention
 from vllm_tap.fidelity.unpatched.drafting import study_drafter
 from vllm_tap.fidelity.unpatched.features import Autoencoder, digest_of, load_autoencoder
@@ -107,6 +108,7 @@ class Made:
     judged: Prompts
     fitted: Prompts
     corpus: Corpus
+    common: I64  # tokens that runs are made of, where copying is measured
     coders: dict[str, Autoencoder] = field(default_factory=dict)  # by place
     attended: tuple[str, ...] = ()  # sites that attention is computed from, and those that it is checked by
     attended_in: int | None = None  # the layer, in the middle of those that are measured; None: every one
@@ -160,7 +162,7 @@ def prepared(job: FidelityJob) -> Made:
     layers = [layer for layer in (entries[attended[0]].layers or () if attended else ())
               if not job.layers or layer in job.layers]
     return Made(sites, length, prompts_of(corpus, tokenizer, count, length),
-                 prompts_of(corpus, tokenizer, count, length, held=False), corpus, coders,
+                 prompts_of(corpus, tokenizer, count, length, held=False), corpus, commonest(corpus, tokenizer), coders,
                  attended, layers[len(layers) // 2] if layers else None)
 
 

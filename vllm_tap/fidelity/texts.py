@@ -27,6 +27,7 @@ _BYTES_MAX: Final = 1 << 30
 _PIECE: Final = 8192  # characters of a document, of a file without any division
 RUN: Final = 32  # tokens that come again and again where copying is asked for
 _COMMON: Final = 8
+_COUNTED, _COUNTED_CHARS = 64, 1 << 16  # documents that tokens are counted in, and characters of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +127,12 @@ def prompts_of(corpus: Corpus, tokenizer: Any, count: int, length: int, held: bo
     return Prompts(np.stack([one[2] for one in chosen]), np.array([one[1] for one in chosen]), labels)
 
 
-def commonest(tokens: I64) -> I64:
-    """The eight commonest of ``tokens`` of any shape, the commonest first."""
-    numbers, counts = np.unique(tokens, return_counts=True)
+def commonest(corpus: Corpus, tokenizer: Any) -> I64:
+    """The eight commonest tokens of the documents that are not held out, the commonest first."""
+    chosen = np.random.default_rng(7).permutation(len(corpus.fitted))[:_COUNTED].tolist()
+    tokens = [tokenizer(corpus.fitted[number][:_COUNTED_CHARS], add_special_tokens=False, verbose=False)["input_ids"]
+              for number in chosen]
+    numbers, counts = np.unique(np.concatenate([np.zeros(0, np.int64), *tokens]).astype(np.int64), return_counts=True)
     found: I64 = numbers[np.argsort(-counts, kind="stable")[:_COMMON]]
     return found
 

@@ -263,8 +263,8 @@ def retrieved(monkeypatch: pytest.MonkeyPatch, bench: Bench, *modes: str) -> Any
     for module in (texts, retrieval):
         monkeypatch.setattr(module, "RUN", 4)
     coders = [Coder.of("fp8", Float8), Coder.of("nothing", Nothing), Coder.of("broken", Broken)]
-    return study_retrieval(bench, DRAWN, [Where(mode, "kv", (0,)) for mode in modes], coders, (2, CONTEXT),
-                           lambda: None)
+    places = [Where(mode, "kv", (0,)) for mode in modes]
+    return study_retrieval(bench, DRAWN, np.arange(8), places, coders, (2, CONTEXT), lambda: None)
 
 
 class Broken(Float8):

@@ -154,6 +154,17 @@ def test_the_tables_of_the_page_are_made_of_what_stands_beside_it() -> None:
     assert written(page, tables(json.loads((DOCS / "fidelity.json").read_text()))) == page
 
 
+def test_the_second_pilot_changes_which_codec_comes_first_and_both_pilots_copy() -> None:
+    """As the pages say of their runs."""
+    plain, planted = (json.loads((DOCS / "fidelity.json").read_text())["pilots"][name]["middle"]
+                      for name in ("plain", "planted"))
+    assert plain["full8"] < plain["fp8row"] and planted["full8"] > 100 * planted["fp8row"]
+    for pilot in json.loads((DOCS / "kv.json").read_text()).values():
+        copied = {one["name"]: one["values"]["copied"] for one in pilot["retrieval"]["lines"]}
+        assert np.mean(pilot["retrieval"]["exact"]) > 0.9 and copied["shuffled"]["high"] < 0.25
+        assert copied["kv8"]["low"] > 0.9
+
+
 def load_copy(one: Report) -> Report:
     from vllm_tap.fidelity.reports.report import place_of
 

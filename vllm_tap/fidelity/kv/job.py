@@ -174,7 +174,7 @@ def study(job: KVJob, made: Made, bench: Bench, progress: ProgressReport = False
             report.places.append(kept.place((f"{SITE}/kv", -1), lambda: study_own(
                 bench, made.judged.tokens, own, heads, (made.batch, _context(made)), step)))
         report.retrieval = kept.part("retrieval", lambda: study_retrieval(
-            bench, made.judged.tokens, copied, coders, (made.batch, _context(made)), step))
+            bench, made.judged.tokens, made.common, copied, coders, (made.batch, _context(made)), step))
     for place in report.places:
         _check_shuffled(report, place)
     return report

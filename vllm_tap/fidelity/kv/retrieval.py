@@ -20,7 +20,7 @@ from vllm_tap.fidelity.kv.codecs import SHUFFLED, Coded
 from vllm_tap.fidelity.kv.modes import Make, shuffled
 from vllm_tap.fidelity.kv.study import Batch, Where, batches
 from vllm_tap.fidelity.statistics import interval
-from vllm_tap.fidelity.texts import RUN, commonest, copying
+from vllm_tap.fidelity.texts import RUN, copying
 
 __all__ = ["Retrieved", "study_retrieval"]
 
@@ -42,10 +42,10 @@ class Retrieved:
     told: dict[str, str] = field(default_factory=dict)
 
 
-def study_retrieval(bench: Bench, tokens: I64, places: Sequence[Where], coders: Sequence[Coded],
+def study_retrieval(bench: Bench, tokens: I64, among: I64, places: Sequence[Where], coders: Sequence[Coded],
                     setting: tuple[int, int], tell: Callable[[], None]) -> Retrieved:
-    """Copying through each codec at these places, with as many prompts and positions as ``tokens`` [prompts,
-    positions].
+    """Copying of tokens out of ``among`` through each codec at these places, with as many prompts and positions as
+    ``tokens`` [prompts, positions].
 
     ``setting``: prompts of a batch, and the context. Unpublished where the model itself does not copy, or where it
     copies as much from shuffled rows.
@@ -54,7 +54,7 @@ def study_retrieval(bench: Bench, tokens: I64, places: Sequence[Where], coders: 
     scored = slice(context, min(context + RUN - 1, tokens.shape[1] - 1))
     if context <= RUN or scored.stop <= scored.start:
         raise Unpublished(f"a context of {context} tokens has no whole run of {RUN} before what is scored")
-    prompts = copying(commonest(tokens[:, 1:]), len(tokens), tokens.shape[1], np.random.default_rng(_SEED),
+    prompts = copying(among, len(tokens), tokens.shape[1], np.random.default_rng(_SEED),
                       int(tokens[0, 0]))
     found, bench = Retrieved(scored.stop - scored.start), copy(bench)
     bench.continued = 1  # no answer is looked at
