@@ -25,7 +25,7 @@ uv = $(if $(filter-out gpu,$(ENGINE)),$(if $(find_links),UV_FIND_LINKS='$(find_l
 torch_index = $(if $(find_links)$(filter gpu,$(ENGINE)),,--extra-index-url $(TORCH_CPU_INDEX) --index-strategy unsafe-best-match)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup fix check test page-test bucket-test ray-test compose-test soak faults mutants demo docs parity survey fidelity lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
+.PHONY: help setup fix check test page-test bucket-test ray-test compose-test soak faults mutants demo docs parity survey fidelity fidelity-families lens versions bench bench-gpu bench-two-gpus lock lock-gpu clean
 
 help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' Makefile
@@ -89,6 +89,9 @@ fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all 
 	$(PY) -m bench.fidelity_page build/fidelity
 	$(PY) -m vllm_tap fidelity kv --pilot --out build/fidelity/kv
 	$(PY) -m bench.kv_page build/fidelity/kv
+
+fidelity-families: $(STAMP)  ## the same for Gemma 2 and a mixture of experts, and the tail of the cost; writes docs/evidence/fidelity-families.md
+	$(PY) -m bench.fidelity_families build/fidelity-families
 
 lens: $(STAMP) .lens/.installed  ## captured rows against TransformerLens, by its names; writes docs/evidence/parity.md
 	TAP_LENS_PYTHON=.lens/bin/python TAP_PARITY=docs/evidence/parity.json $(PY) -m pytest -m "not faults" tests/engine/test_lens.py \

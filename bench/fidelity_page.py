@@ -180,10 +180,10 @@ def _bounds(one: dict[str, float], digits: int) -> str:
     return f"{one['value']:.{digits}f} [{one['low']:.{digits}f}, {one['high']:.{digits}f}]"
 
 
-def written(page: str, parts: dict[str, str]) -> str:
-    """The page with these tables between its marks; ValueError where one has no place."""
+def written(page: str, parts: dict[str, str], command: str = "make fidelity") -> str:
+    """The page with these tables between its marks, which name the ``command``; ValueError where one has no place."""
     for name, text in parts.items():
-        begin, end = (f"<!-- {edge} {name} (make fidelity) -->" for edge in ("begin", "end"))
+        begin, end = (f"<!-- {edge} {name} ({command}) -->" for edge in ("begin", "end"))
         if page.count(begin) != 1 or page.count(end) != 1:
             raise ValueError(f"no place for the table {name!r}: {begin} … {end}")
         before, _, rest = page.partition(begin)

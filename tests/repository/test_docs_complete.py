@@ -263,7 +263,8 @@ PLAIN: Final = ("CONTRIBUTING.md", "README.md", "SECURITY.md", *(f"docs/{page}" 
     "explain/walk.md", "explain/what-it-does-not-do.md", "reference/bucket.md", "reference/codecs.md",
     "reference/errors.md", "reference/limits.md", "reference/metrics.md", "reference/operations.md",
     "reference/protocol.md", "reference/settings.md", "reference/sizes.md", "reference/spec.md", "reference/store.md",
-    "evidence/faults.md", "evidence/fidelity.md", "evidence/kv.md", "evidence/models.md", "evidence/parity.md",
+    "evidence/fidelity-families.md", "evidence/faults.md", "evidence/fidelity.md", "evidence/kv.md",
+    "evidence/models.md", "evidence/parity.md",
     "evidence/performance.md", "evidence/production-checklist.md", "notes/2026-11-decode-step.md",
     "notes/open-ends-speed.md", "notes/open-ends.md")), *HTTP)
 WORDS_MAX: Final = 30  # of a sentence; 25 is the aim

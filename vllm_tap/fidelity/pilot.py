@@ -1,9 +1,9 @@
 """The pilot: a small model trained on this machine, on text that every machine has, in about a minute.
 
 It has learnt enough for its numbers to mean something: perplexity, probes, which rows are close to which. It can copy
-what stands 32 tokens before. It is the same wherever the same Python runs, but for the order of sums. It comes in two
-forms that compute the same function bit for bit. One is as trained. The other has *planted massive columns*, as large
-models have them, which are harder to encode.
+what stands 32 tokens before. It is the same wherever the same Python runs, but for the order of sums. Qwen3's comes in
+two forms that compute the same function bit for bit. One is as trained. The other has *planted massive columns*, as
+large models have them, which are harder to encode.
 """
 
 from __future__ import annotations
@@ -32,10 +32,19 @@ from vllm_tap.tiny_model import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PLANTED_BY", "STEPS", "pilot_model", "plant"]
+__all__ = ["FAMILIES", "PLANTED_BY", "STEPS", "pilot_model", "plant"]
 
 RECIPE: Final = 3  # part of the cache key: raise it whenever the same arguments would give another model
 STEPS: Final = 400
+# Configurations, by vLLM's and Hugging Face's name: queries and keys with norms of their own; soft caps, windows in
+# every other layer and a tied head; a mixture of experts.
+FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "qwen3": {"intermediate_size": INTERMEDIATE, "tie_word_embeddings": False},
+    "gemma2": {"intermediate_size": INTERMEDIATE, "tie_word_embeddings": True, "sliding_window": 48,
+               "query_pre_attn_scalar": HEAD_DIM, "attn_implementation": "eager"},
+    "mixtral": {"intermediate_size": INTERMEDIATE // 2, "tie_word_embeddings": False, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "sliding_window": None}}
+_RATES: Final = {"mixtral": 1.5e-3}  # with more its experts do not learn to copy
 PLANTED_BY: Final = 1024.0  # times; a power of two, so that no product is rounded otherwise
 _PLANTED_NEURONS: Final = 6
 _PLANTED_HEADS: Final = 16.0  # of a column of keys and one of values
@@ -47,39 +56,43 @@ _POSITIONS: Final = 4096
 _END: Final = "<|endoftext|>"
 
 
-def pilot_model(planted: bool = False, steps: int = STEPS, progress: ProgressReport = False) -> Path:
+def pilot_model(planted: bool = False, steps: int = STEPS, progress: ProgressReport = False, family: str = "qwen3"
+                ) -> Path:
     """The folder of the pilot, trained now or taken from the user's cache: 4 layers, hidden size 256, float32.
 
-    ``planted``: with massive columns. ArgumentError where ``steps`` is not positive or Python has no sources here.
+    ``planted``: Qwen3's with massive columns. ``family``: one of FAMILIES. ArgumentError where an argument is none of
+    these, or Python has no sources here.
     """
     if steps < 1:
         raise ArgumentError("steps", steps, "at least 1")
+    if family not in FAMILIES or (planted and family != "qwen3"):
+        raise ArgumentError("family", family, f"valid: {'qwen3, with planted columns' if planted else list(FAMILIES)}")
     corpus = standard_library()
-    folder = made_once(cache_dir() / "pilots" / f"qwen3-{corpus.digest[:12]}-{steps}-v{RECIPE}",
-                       lambda building: _train(building, corpus, steps, progress))
+    folder = made_once(cache_dir() / "pilots" / f"{family}-{corpus.digest[:12]}-{steps}-v{RECIPE}",
+                       lambda building: _train(building, corpus, steps, progress, family))
     if not planted:
         return folder
     return made_once(folder.with_name(folder.name + "-planted"), lambda building: _write_planted(folder, building))
 
 
-def _train(folder: Path, corpus: Corpus, steps: int, progress: ProgressReport) -> None:
+def _train(folder: Path, corpus: Corpus, steps: int, progress: ProgressReport, family: str) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = _write_tokenizer(folder, corpus)
     tokens = _tokens(tokenizer, corpus, 2 * steps * _SEQUENCES * _LENGTH)
     common = commonest(corpus, tokenizer)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        net = Qwen3ForCausalLM(Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-            num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate_size=INTERMEDIATE,
-            max_position_embeddings=_POSITIONS, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0))
+        net = AutoModelForCausalLM.from_config(AutoConfig.for_model(
+            family, vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+            num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=_POSITIONS, bos_token_id=0,
+            eos_token_id=0, pad_token_id=None, **FAMILIES[family]))
     net.train()
     matrices = [each for each in net.parameters() if each.ndim == 2]
     others = [each for each in net.parameters() if each.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-                                  lr=_RATE, betas=(0.9, 0.95))
+                                  lr=_RATES.get(family, _RATE), betas=(0.9, 0.95))
     # By steps, not by the clock: a busy machine trains the same model.
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / max(1, steps // 20)) * (1 - step / steps))

@@ -137,8 +137,9 @@ def test_what_the_page_says_holds_for_what_stands_beside_it() -> None:
         for part in PARTS:
             snapshot, forward = lines(found, name, f"snapshot/{part}"), lines(found, name, f"in-forward/{part}")
             assert all(forward[codec] > snapshot[codec] for codec in forward if codec != "shuffled")
-            assert all(each["kv4"] < each["kv4-pooled"] for each in (snapshot, forward))
-        assert all(pilot["pooled"][codec]["low"] > 0 for codec in ("kv8", "kv4"))
+            assert all(each["kv8"] < each["kv8-pooled"] for each in (snapshot, forward))
+        undecided = {"kv4"} if name == "planted" else set()
+        assert {codec for codec, cost in pilot["pooled"].items() if cost["low"] <= 0} == undecided
         assert np.isclose(sum(one["kl"]["value"] for one in pilot["terms"] if one["codec"] == "kv4"), 3 * lines(
             found, name, "in-forward/kv")["kv4"])
         terms = {(one["codec"], one["name"]): one["kl"]["value"] for one in pilot["terms"]}
@@ -146,8 +147,8 @@ def test_what_the_page_says_holds_for_what_stands_beside_it() -> None:
             total = terms[codec, "in-forward"]
             assert abs(terms[codec, "+ compounding: in-forward, beyond direct"]) < total / 4
             assert abs(terms[codec, "+ what the two make together"]) < total / 4
-            assert 3.3 < total / terms[codec, "= snapshot"] < 10.1
-            assert terms[codec, "+ direct, beyond the snapshot"] > 0.55 * total
+            assert 1.6 < total / terms[codec, "= snapshot"] < 6.2
+            assert terms[codec, "+ direct, beyond the snapshot"] > (0.5 if name == "plain" else 0.3) * total
             assert codec in ("k8v4",) or terms[codec, "= keys alone"] > terms[codec, "+ values alone"]
         fp8 = next(one for one in pilot["lines"] if one["site"] == "in-forward/kv" and one["name"] == "fp8")
         assert fp8["kl"]["low"] > pilot["bar"] and fp8["perplexity"]["low"] < 0 < fp8["perplexity"]["high"]
@@ -157,6 +158,6 @@ def test_what_the_page_says_holds_for_what_stands_beside_it() -> None:
     for each in (plain, planted):  # principal components cost least at equal bits, by far
         assert each["pca4"] < 0.25 * min(each["kv4"], each["kv4-pooled"], each["nf4"], each["rot4"])
         assert each["pca2"] < 0.25 * each["rot2"]
-    assert all(7 < one["structure"] < 13 for one in found["planted"]["lines"]
+    assert all(6 < one["structure"] < 13 for one in found["planted"]["lines"]
                if one["site"] == "in-forward/kv" and one["name"] in ("pca4", "pca2"))
     assert planted["kv4"] / plain["kv4"] > 2 * planted["rot4"] / plain["rot4"]  # a rotation spreads a massive column

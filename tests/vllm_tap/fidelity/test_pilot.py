@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from schemas.errors import ArgumentError
-from vllm_tap.fidelity.pilot import pilot_model
-from vllm_tap.fidelity.texts import _marks, prompts_of, read_text, standard_library
+from vllm_tap.fidelity.pilot import FAMILIES, pilot_model
+from vllm_tap.fidelity.texts import RUN, _marks, commonest, copying, prompts_of, read_text, standard_library
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +91,29 @@ def test_too_little_text_is_refused_with_what_there_is(tmp_path: Path, pilots: t
 def test_a_pilot_takes_a_step_at_least() -> None:
     with pytest.raises(ArgumentError, match="steps = 0"):
         pilot_model(steps=0)
+
+
+def test_families_are_named_and_columns_are_planted_in_one_alone() -> None:
+    with pytest.raises(ArgumentError, match=r"family = 'llama': valid: \['qwen3', 'gemma2', 'mixtral'\]"):
+        pilot_model(family="llama")
+    with pytest.raises(ArgumentError, match="family = 'mixtral': valid: qwen3, with planted columns"):
+        pilot_model(planted=True, family="mixtral")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_a_pilot_learns_to_copy_tokens_and_to_tell_text(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                        ) -> None:
+    """Retrieval is shown of a model that copies half of the tokens; a minute of training each."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = pilot_model(family=family)
+    net = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    corpus, tokenizer = standard_library(), AutoTokenizer.from_pretrained(folder)
+    runs = torch.from_numpy(copying(commonest(corpus, tokenizer), 16, 128, np.random.default_rng(3)))
+    text = torch.from_numpy(prompts_of(corpus, tokenizer, 16, 128).tokens)
+    with torch.inference_mode():
+        likeliest = net(input_ids=runs).logits.argmax(-1)[:, 2 * RUN:-1]
+        loss = net(input_ids=text, labels=text).loss
+    assert (likeliest == runs[:, 2 * RUN + 1:]).float().mean() > 0.9 and loss < 6.2

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import fidelity_families
 from bench.fidelity_page import tables, written
 from schemas.errors import ArgumentError
 from vllm_tap.fidelity import coding
@@ -163,6 +164,18 @@ def test_the_second_pilot_changes_which_codec_comes_first_and_both_pilots_copy()
         copied = {one["name"]: one["values"]["copied"] for one in pilot["retrieval"]["lines"]}
         assert np.mean(pilot["retrieval"]["exact"]) > 0.9 and copied["shuffled"]["high"] < 0.25
         assert copied["kv8"]["low"] > 0.9
+
+
+def test_the_page_of_other_architectures_is_made_of_what_stands_beside_it_and_its_controls_held() -> None:
+    page, found = (DOCS / "fidelity-families.md").read_text(), json.loads((DOCS / "fidelity-families.json").read_text())
+    assert written(page, fidelity_families.tables(found), fidelity_families.COMMAND) == page
+    for name, report in found.items():
+        worst = {one["name"]: one["kl"]["value"] for one in report["lines"]}
+        assert worst["shuffled"] > max(report["bar"], report["free"])
+        assert all(one["harness"] == 0.0 for one in report["told"])
+        if name.endswith("-kv"):
+            assert np.mean(report["retrieval"]["exact"]) > 0.9
+    assert all(one["tail"]["p99.9"] for one in found["tail"]["lines"])
 
 
 def load_copy(one: Report) -> Report:
