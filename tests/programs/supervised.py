@@ -3,8 +3,8 @@
 Usage: supervised.py FOLDER ENGINE_PORT [MODE]. Each program appends its id to FOLDER/NAME.pids. The engine listens on a
 port, has a worker process of its own, and with MODE "stubborn" ignores SIGTERM, its worker too; with MODE "loading" it
 ignores SIGTERM and never gets ready; with MODE "writer-dies", "engine-fails", "engine-raises" or "engine-refuses" (its
-arguments) that program ends by itself. Where all that happens is that a time runs out, the supervisor runs at PACE of
-its times.
+arguments) that program ends by itself. With MODE "pushes" or "push-dies" there is a fourth. Where all that happens is
+that a time runs out, the supervisor runs at PACE of its times.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ def main() -> int:
             service("writer", PLAIN, ready_line="writer ready"),
             service("engine", ENGINE, ready_url=f"http://127.0.0.1:{port}/", restart=False),
             service("api", PLAIN, ready_line="api ready"),
+            *([service("push", PLAIN, ready_line="push ready", vital=False)] if "push" in mode else []),
         ],
         sockets, lambda name, line: print(f"{name} | {line}", flush=True),
         running=lambda: 0, ready=lambda: print("ALL READY", flush=True),
-        pace=PACE if mode in ("stubborn", "writer-dies") else 1.0,
+        pace=PACE if mode in ("stubborn", "writer-dies", "push-dies") else 1.0,
     )
     return asyncio.run(supervisor.run())
 

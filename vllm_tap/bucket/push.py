@@ -12,6 +12,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -56,7 +57,7 @@ from vllm_tap.bucket.snapshot import (
 from vllm_tap.store_control import delete
 from writer_service.upkeep import evicted_blocks
 
-__all__ = ["Pushed", "push"]
+__all__ = ["Pushed", "check_head", "push"]
 
 erasing_s_max: Final = 60.0
 _MOMENTS: Final = 8  # of the catalog that are tried, where captures are deleted meanwhile
@@ -207,19 +208,36 @@ def _bring_catalog(postgres: PostgresCatalog, made: Head, snapshot: Path, before
                             "was: push again" + (f"; {error.hint}" if error.hint else ""))
 
 
+def check_head(store: Path, url: str) -> None:
+    """Raise what a push without ``take_over`` would raise of the head at ``url``; nothing is sent."""
+    objects = Objects(url, make=True)
+    try:
+        with suppress(FileNotFoundError):
+            head, _ = _read_head(objects, read_store_uuid(store))
+            KnownHeads(store, objects.url).check(head, objects.url)
+    finally:
+        objects.close()
+
+
+def _read_head(objects: Objects, uuid: bytes) -> tuple[Head, Version]:
+    """The head, of this store; FileNotFoundError where there is none."""
+    data, version = objects.get(HEAD, limits.bucket_head_bytes_max)
+    head = read_head(data, objects.url)
+    if head.store != uuid.hex():
+        raise TapError(f"{objects.url}: holds the store {head.store}, this one is {uuid.hex()}; {_OWN_PREFIX}")
+    return head, version
+
+
 def _look(objects: Objects, uuid: bytes) -> _Seen:
     """The head, if there is one, and the objects beside it."""
     try:
-        data, version = objects.get(HEAD, limits.bucket_head_bytes_max)
+        head, version = _read_head(objects, uuid)
     except FileNotFoundError:
         there = objects.sizes()
         if others := [key for key in there if not key.startswith(_OURS)]:
             raise TapError(f"{objects.url}: has objects of something else, {others[0]!r} first; name another prefix"
                            ) from None
         return _Seen(None, None, there, bool(there))
-    head = read_head(data, objects.url)
-    if head.store != uuid.hex():
-        raise TapError(f"{objects.url}: holds the store {head.store}, this one is {uuid.hex()}; {_OWN_PREFIX}")
     return _Seen(head, version, objects.sizes(), True)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from schemas.errors import ArgumentError
+from schemas.errors import TapError
 from vllm_tap.cli.options import Store
 
 if TYPE_CHECKING:
@@ -22,15 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "fsck_bucket", "remove_there"]
 
-_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+_commands = typer.Typer()
 
 
 def add(app: typer.Typer) -> None:
-    """Put the command into ``app``."""
-    app.command("push")(push)
-    app.command("recall")(recall)
+    """Put the commands into ``app``."""
+    app.registered_commands += _commands.registered_commands
 
 
+@_commands.command()
 def push(
     places: Annotated[list[str], typer.Argument(
         metavar="[STORE] URL", help="The folder of captures, as --store too; and s3://BUCKET/PREFIX, gs://…, az://… or "
@@ -48,15 +49,15 @@ def push(
     no_catalog: Annotated[bool, typer.Option(
         "--no-catalog", help="Push without the database that an earlier push named; its readers see the old "
                              "state.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    every: Annotated[str | None, typer.Option(
+        "--every", metavar="AGE", help="Push what is new so often, as in 60s or 5m, until SIGTERM or Ctrl-C, and once "
+                                       "more then; what goes wrong is told and tried again.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object, for each push.")] = False,
 ) -> None:
     """Bring what is sealed of a store to a bucket, for open_store(URL); rows of deleted captures leave it."""
-    from dataclasses import asdict
-
-    from schemas.errors import TapError
     from vllm_tap.bucket.push import push as run
-    from vllm_tap.cli.show import print_json, progress_bar
-    from vllm_tap.sizes import parse_size
+    from vllm_tap.cli.show import progress_bar
+    from vllm_tap.sizes import parse_age, parse_size
 
     *folders, url = places
     if len(folders) > 1 or "://" not in url:
@@ -64,15 +65,58 @@ def push(
     if no_catalog and catalog is not None:
         raise TapError("push: --catalog and --no-catalog exclude each other; leave one out")
     store = Path(folders[0]) if folders else store
+    room = None if local_bytes is None else parse_size(local_bytes, "--local-bytes")
+    if every is not None:
+        if take_over or verify:
+            raise TapError("push --every goes on from its own pushes: leave out --take-over and --verify, or push once "
+                           "with them before")
+        _push_on(store, url, lambda: run(store, url, local_bytes=room, catalog=catalog, without_catalog=no_catalog),
+                 parse_age(every, "--every", 1.0), lambda done: _show(done, json, room is not None))
+        return
     with progress_bar("pushing") as bar:
         task = bar.add_task("")
-        done = run(store, url, lambda done, total: bar.update(task, completed=done, total=total), verify,
-                   take_over, None if local_bytes is None else parse_size(local_bytes, "--local-bytes"), catalog,
-                   no_catalog)
-    if json:
+        done = run(store, url, lambda done, total: bar.update(task, completed=done, total=total), verify, take_over,
+                   room, catalog, no_catalog)
+    _show(done, json, room is not None)
+
+
+def _push_on(store: Path, url: str, push: Callable[[], Pushed], every_s: float, show: Callable[[Pushed], None]) -> None:
+    """Push until a signal; a second one ends at once."""
+    import signal
+    import threading
+
+    from vllm_tap.bucket.repeat import keep_pushing
+
+    stop = threading.Event()
+
+    def on_signal(number: int, _frame: object) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        stop.set()
+
+    def told(what: Pushed | Exception | None) -> None:
+        if isinstance(what, Exception):
+            print(f"not pushed: {what}; tried again every {every_s:g} s", file=sys.stderr, flush=True)
+        elif what is None:
+            print(f"push ready: {url} every {every_s:g} s", file=sys.stderr, flush=True)
+        else:
+            show(what)
+            sys.stdout.flush()
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, on_signal)
+    keep_pushing(store, url, push, every_s, stop, told)
+
+
+def _show(done: Pushed, as_json: bool, evicts: bool) -> None:
+    from dataclasses import asdict
+
+    from vllm_tap.cli.show import print_json
+
+    if as_json:
         print_json(asdict(done))
     else:
-        _tell(done, local_bytes is not None)
+        _tell(done, evicts)
 
 
 def _tell(done: Pushed, evicts: bool) -> None:
@@ -131,6 +175,7 @@ def _catalog_line(done: Brought) -> str:
         f"{done.place}: has this catalog already")
 
 
+@_commands.command()
 def recall(store: Store = Path("captures")) -> None:
     """Bring rows that were evicted to a bucket back to the store's disk; a writer may run."""
     from vllm_tap.bucket.eviction import recall_all
@@ -150,8 +195,9 @@ def fsck_bucket(url: str, deep: bool, older_than: str | None, forget: str | None
     from vllm_tap.bucket import removal
     from vllm_tap.bucket.check import check
     from vllm_tap.cli.show import print_json, progress_bar
+    from vllm_tap.sizes import parse_age
 
-    age_s = None if older_than is None else _seconds(older_than)
+    age_s = None if older_than is None else parse_age(older_than, "--older-than")
     if forget is not None:
         print(f"retired head {forget} is given up; {removal.forget(url, forget):,} captures were in it alone",
               file=sys.stderr)
@@ -199,9 +245,3 @@ def _lines(report: BucketReport) -> Iterator[str]:
            f"{report.head.epoch}, {report.captures:,} captures, {report.blocks:,} blocks, {report.objects:,} objects, "
            f"{report.nbytes / 1e9:.3f} GB)")
 
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([smhd])", text)
-    if found is None:
-        raise ArgumentError("--older-than", text, "a number and its unit: 30m, 12h, 1d")
-    return float(found[1]) * _UNITS[found[2]]

@@ -15,6 +15,7 @@ import typer
 
 from schemas import legacy as legacy_names
 from schemas import limits
+from schemas.bucket.places import is_url
 from schemas.catalog.filters import WHEN, parse_tag, read_filter
 from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.edits.arms import EditArms
@@ -50,7 +51,7 @@ from vllm_tap.cli.options import (
     model_of,
     source_of,
 )
-from vllm_tap.sizes import parse_size
+from vllm_tap.sizes import parse_age, parse_size
 
 __all__ = ["app", "main"]
 
@@ -83,7 +84,16 @@ def serve(
     host: Annotated[str, typer.Option(help="Address of the API; beyond loopback it needs keys.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the API.")] = 8100,
     engine_port: Annotated[int, typer.Option(help="Port of vLLM itself, on 127.0.0.1.")] = 8101,
-    store: Store = Path("captures"),
+    store: Annotated[str, typer.Option("--store", "--act-outdir", envvar="VLLM_ACT_OUTDIR", help=(
+        "The folder of captures; or the URL of a bucket's prefix, as s3://BUCKET/PREFIX: then the folder is one below "
+        "~/.local/share/vllm-tap, and --bucket is the URL."))] = "captures",
+    bucket_url: Annotated[str | None, typer.Option("--bucket", metavar="URL", help=(
+        "Push what is sealed to s3://BUCKET/PREFIX, gs://…, az://… or a folder as file:///PATH, while it serves."))]
+        = None,
+    push_every: Annotated[str, typer.Option(metavar="AGE", help="Push so often, as in 30s or 5m.")] = "60s",
+    local_bytes: Annotated[str | None, typer.Option(metavar="N", help=(
+        "Let rows that the bucket has leave this disk, the least recently read first, while they take more, such as "
+        "500GB (default: they stay)."))] = None,
     keys: Keys = None,
     arm: Arm = "resid_post",
     probe: Probes = None,
@@ -128,8 +138,13 @@ def serve(
     Starts the writer, the engine and the API, and supervises them. Arguments after -- go to vLLM.
     """
     from vllm_tap.serve.command import serve as run
-    from vllm_tap.serve.services import ServeConfig
+    from vllm_tap.serve.services import ServeConfig, folder_of
 
+    if is_url(store):
+        if bucket_url is not None:
+            raise TapError(f"--store = {store!r} and --bucket = {bucket_url!r}: name the URL once; with a folder as "
+                           "--store, it is --bucket")
+        bucket_url, store = store, str(folder_of(store))
     legacy = _legacy(activation_capture, act_mode, rp_k, rp_seed, topk_k, act_bits)
     capture_all = legacy_names.capture_all({**os.environ, **legacy}) or ""
     if legacy and not capture_all:
@@ -138,7 +153,7 @@ def serve(
     chosen = model_of(model, tiny)
     environment, arguments = engine_of(tiny, max_model_len, context.obj)
     raise typer.Exit(run(ServeConfig(
-        model=chosen, served_name="tiny" if tiny else "", store=store, keys=keys, host=host, port=port,
+        model=chosen, served_name="tiny" if tiny else "", store=Path(store), keys=keys, host=host, port=port,
         engine_port=engine_port, arm=arm, on_full=on_full.value, ring_bytes=_size(ring_bytes, "--ring-bytes"),
         staging_bytes_max=_size(staging_bytes_max, "--staging-bytes-max"), durability=durability.value,
         seal_idle_s=seal_idle_s, retain_days=retain_days, retain_bytes=_size(retain_bytes, "--retain-bytes"),
@@ -146,6 +161,8 @@ def serve(
         engine_args=arguments, environment={**environment, **legacy}, capture_all=capture_all,
         probes=parse_probes(probe or (), "--probe"),
         edits=EditArms(edit, edit_depth, edit_rows, parse_probes(vector or (), "--vector", "vector")),
+        bucket=bucket_url or "", push_every_s=parse_age(push_every, "--push-every"),
+        local_bytes=_size(local_bytes, "--local-bytes"),
     )))
 
 

@@ -34,7 +34,8 @@ class ServiceCommand:
     """The command of a service that the supervisor keeps running.
 
     It is ready when it printed a line that starts with ``ready_line`` (where given) and ``ready_url`` (where given)
-    answers 200. ``restart``: start it again when it dies; else its death ends everything.
+    answers 200. ``restart``: start it again when it dies; else its death ends everything. ``vital``: so does dying
+    again and again.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ServiceCommand:
     ready_line: str | None = None
     ready_url: str | None = None
     restart: bool = True
+    vital: bool = True
 
 
 async def _exit_of(process: subprocess.Popen[bytes]) -> int:

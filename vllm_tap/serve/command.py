@@ -22,7 +22,7 @@ from vllm_tap.sizes import size_text
 __all__ = ["serve"]
 
 _ASK_S: Final = 1.0  # that a writer may take to say what its store takes
-_COLOURS: Final = {"serve": "1;36", "writer": "35", "engine": "2", "api": "32"}
+_COLOURS: Final = {"serve": "1;36", "writer": "35", "engine": "2", "api": "32", "push": "33"}
 
 
 def serve(config: ServeConfig) -> int:
@@ -32,7 +32,7 @@ def serve(config: ServeConfig) -> int:
     output = _Output()
     try:
         chosen = services(config, socket_dir)
-        output("serve", f"starting {config.model}: writer, engine and API (an engine takes a minute)")
+        output("serve", f"starting {config.model}: {', '.join(one.name for one in chosen)} (an engine takes a minute)")
         supervisor = Supervisor(
             chosen, socket_dir, output,
             running=lambda: open_captures(config.store),
@@ -88,13 +88,15 @@ def _ready_text(config: ServeConfig, seconds: float, store_bytes_s: float = 0.0)
                 f"             error: {error_text(codec)}"
     probes = "".join(f"\n    probe    {probe}" for probe in config.probes)
     edits = f"\n    edit     {config.edits.places}      (add \"edit\" to a request)" if config.edits.places else ""
+    bucket = f"\n    bucket   {config.bucket}      (what is sealed goes there every {config.push_every_s:g} s)" \
+        if config.bucket else ""
     vectors = "".join(f"\n    vector   {vector}" for vector in config.edits.vectors)
     return f"""
   vllm-tap is ready ({seconds:.0f} s)
 
     API      {config.url}/v1      (OpenAI-compatible; add "capture" to a request)
     page     {config.url}/       (captures in a browser)
-    store    {config.store.absolute()}{takes}
+    store    {config.store.absolute()}{takes}{bucket}
     armed    {config.arm}{probes}{edits}{vectors}{every}{needed}
 
     try      curl {config.url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d \\

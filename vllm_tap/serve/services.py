@@ -1,4 +1,4 @@
-"""The three services of ``vllm-tap serve`` as command lines, and the checks that come before anything starts."""
+"""The services of ``vllm-tap serve`` as command lines, and the checks that come before anything starts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import xxhash
+
 from api.auth.keys import KeyFile
 from api.config import is_loopback, keys_file
+from schemas.bucket.places import is_url, prefix_of
 from schemas.checks import (
     Durability,
     LogFormat,
@@ -26,15 +29,16 @@ from schemas.checks import (
     parse_arm,
 )
 from schemas.edits.arms import EditArms
-from schemas.errors import StartError
+from schemas.errors import StartError, TapError
 from schemas.legacy import SITE
+from schemas.objects.objects import Objects
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
 from vllm_tap.serve.child import ServiceCommand
 from vllm_tap.serve.model_config import check_arguments, read_config
 from writer_service.recover.store_lock import check_free
 
-__all__ = ["ServeConfig", "make_socket_dir", "services"]
+__all__ = ["ServeConfig", "folder_of", "make_socket_dir", "services"]
 
 _IPC_PATH_BYTES_MAX: Final = 100  # the system's limit is 107; ZeroMQ and the plugin keep a little back
 _RING_BYTES_MIN: Final = 4 << 20
@@ -69,6 +73,9 @@ class ServeConfig:
     capture_all: str = ""  # the spec, as JSON, of requests that bring none
     probes: tuple[Registered, ...] = ()
     edits: EditArms = field(default_factory=EditArms)
+    bucket: str = ""  # the URL that the store is pushed to, "" for none
+    push_every_s: float = 60.0
+    local_bytes: int | None = None  # rows that the bucket has leave the disk until rows take no more than this
 
     def __post_init__(self) -> None:
         armed, edited = self.armed, self.edits.check("--edit", "--edit-depth", "--vector", "--edit-rows")
@@ -95,12 +102,34 @@ class ServeConfig:
         check_positive("--quota-bytes", self.quota_bytes)
         if self.ring_bytes is not None and self.ring_bytes < _RING_BYTES_MIN:
             raise StartError(f"--ring-bytes = {self.ring_bytes}: at least {_RING_BYTES_MIN} (4 MiB)")
+        self._check_bucket()
         for argument in self.engine_args:
             if argument.partition("=")[0] in _OURS:
                 raise StartError(f"{argument!r} after --: vllm-tap sets this itself "
                                  "(the model, --host, --port and --engine-port are its own arguments)")
         check_store(self.store)
         KeyFile(keys_file(self.store, self.keys), needed=self.keys is not None or not is_loopback(self.host))
+
+    def _check_bucket(self) -> None:
+        check_positive("--local-bytes", self.local_bytes)
+        if not self.bucket:
+            if self.local_bytes is not None:
+                raise StartError(f"--local-bytes = {self.local_bytes}: rows leave the disk for a bucket; name it with "
+                                 "--bucket")
+            return
+        if not 1 <= self.push_every_s <= 86_400:
+            raise StartError(f"--push-every = {self.push_every_s:g} s: valid: 1s to 1d")
+        if self.retain_bytes is not None and self.local_bytes is not None:
+            raise StartError("--retain-bytes and --local-bytes: rows in a bucket do not count for retention by bytes; "
+                             "leave one out")
+        if not is_url(self.bucket) or prefix_of(self.bucket) is not None or "#" in self.bucket:
+            raise StartError(f"--bucket = {self.bucket!r}: valid: one prefix, as in s3://BUCKET/PREFIX, gs://…, az://… "
+                             "or a folder as file:///PATH")
+        try:
+            Objects(self.bucket).close()
+        except TapError as error:
+            if not self.bucket.startswith("file://"):  # the folder may come with the first push
+                raise StartError(f"--bucket = {self.bucket!r}: {error}") from None
 
     @property
     def armed(self) -> tuple[str, ...]:
@@ -188,7 +217,9 @@ def _upkeep_flags(config: ServeConfig) -> tuple[str, ...]:
 
 
 def services(config: ServeConfig, socket_dir: Path) -> list[ServiceCommand]:
-    """Writer, engine and API, in the order in which they start. StartError where a port or the store is taken."""
+    """Writer, engine and API, in the order in which they start, and the pushes to a bucket if there is one. StartError
+    where a port or the store is taken.
+    """
     check_can_listen(config.host, config.port, "--port")
     check_can_listen("127.0.0.1", config.engine_port, "--engine-port")
     if config.metrics_port:
@@ -224,7 +255,23 @@ def services(config: ServeConfig, socket_dir: Path) -> list[ServiceCommand]:
         ready_line="api ready",
         ready_url=f"{config.url}/healthz",
     )
-    return [writer, engine, api]
+    push = ServiceCommand(
+        "push",
+        (*_module("vllm_tap"), "push", str(store), config.bucket, "--every", f"{config.push_every_s:.3f}s",
+         *(("--local-bytes", str(config.local_bytes)) if config.local_bytes is not None else ())),
+        common,
+        ready_line="push ready",
+        vital=False,
+    )
+    return [writer, engine, api, *([push] if config.bucket else [])]
+
+
+def folder_of(url: str) -> Path:
+    """The folder of a store that is known by its bucket's URL alone: below ``XDG_DATA_HOME`` or ~/.local/share."""
+    base = os.environ.get("XDG_DATA_HOME", "")
+    data = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "share"
+    name = re.sub(r"[^A-Za-z0-9]+", "-", url.partition("://")[2])[:60].strip("-")
+    return data / "vllm-tap" / "stores" / f"{name}-{xxhash.xxh3_64_hexdigest(url.rstrip('/').encode())[:8]}"
 
 
 def tap_environment(config: ServeConfig, endpoint: str) -> dict[str, str]:

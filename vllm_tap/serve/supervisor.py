@@ -1,13 +1,15 @@
 """Writer, engine and API as one: started in order, watched, stopped in order, nothing left behind.
 
 A child that dies is handled as in docs/reference/operations.md. The writer and the API are started again, after a
-growing pause and at most RESTARTS_MAX times in RESTARTS_WINDOW_S. The engine's death ends the whole with status 1. Its
+growing pause and at most RESTARTS_MAX times in RESTARTS_WINDOW_S. Pushes to a bucket are started again for ever: rows
+are on the disk, and nobody waits for them. The engine's death ends the whole with status 1. Its
 model would take minutes to come back, and its callers have lost their requests anyway. A child that dies before it was
 ever ready ends the whole too: it would only die again. Status 2 says that a child did not take its arguments.
 
 The stop takes at most STOP_S. The API is first: it cancels what it has at the engine, so that captures are closed with
 their reason. Then the captures' ends are awaited. Then the engine is stopped, and the writer last, with everything on
-disk.
+disk. If the store is pushed to a bucket, a last push has another minute; what it does not bring goes after the next
+start.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ STOP_S: Final = 14.5
 _STILL_EVERY_S: Final = 10.0
 _USAGE: Final = 2  # of a program that does not take its arguments
 # When each child is killed that has not gone, in seconds after the stop began.
-_STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.5, "writer": STOP_S}
+_STOP_BY_S: Final = {"api": 5.0, "captures": 6.0, "engine": 12.5, "writer": STOP_S, "push": STOP_S + 60.0}
 _STOP_LOADING_S: Final = 3.0  # the same for a child that was never ready: it has nothing to finish
 
 
@@ -121,10 +123,10 @@ class Supervisor:
             now = time.monotonic()
             while restarts and restarts[0] < now - RESTARTS_WINDOW_S:
                 restarts.popleft()
-            if len(restarts) >= RESTARTS_MAX:
+            if len(restarts) >= RESTARTS_MAX and service.vital:
                 return self.end(f"{died} for the {RESTARTS_MAX + 1}th time in {RESTARTS_WINDOW_S:.0f} s; "
                                 f"everything is stopped. Its last lines:{_quoted(child)}")
-            pause = 0.2 * 2 ** len(restarts) * self._pace
+            pause = 0.2 * 2 ** min(len(restarts), RESTARTS_MAX) * self._pace
             restarts.append(now)
             self._say(f"{died}: starting it again in {pause:.1f} s")
             await self._first_of(asyncio.sleep(pause), self._stop.wait())
@@ -167,12 +169,12 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._say(f"{signal.Signals(number).name}: stopping (at most {STOP_S * self._pace:.0f} s; "
-                      "once more: at once)")
+            most = max(_STOP_BY_S.get(service.name, STOP_S) for service in self._services) * self._pace
+            self._say(f"{signal.Signals(number).name}: stopping (at most {most:.0f} s; once more: at once)")
             self._stop.set()
 
     async def _stop_all(self) -> None:
-        """API, captures, engine, writer: each has until its time, and nothing is left after the last."""
+        """API, captures, engine, writer, pushes: each has until its time, and nothing is left after the last."""
         began = time.monotonic()
 
         def left(name: str) -> float:
@@ -181,7 +183,7 @@ class Supervisor:
                 by = _STOP_LOADING_S
             return 0.0 if self._signals > 1 else by * self._pace - (time.monotonic() - began)
 
-        for name in ("api", "captures", "engine", "writer"):
+        for name in _STOP_BY_S:
             if name == "captures":
                 await self._await_captures(partial(left, name))
             elif name in self._children and not await self._stop_child(self._children[name], partial(left, name)):

@@ -208,7 +208,7 @@ def test_the_command(store: Path, tmp_path: Path) -> None:
     assert " 0 removed" not in run("--bucket", url, "--remove-orphans").stdout
     said = json.loads(run("--bucket", url, "--remove-orphans", "--older-than", "0s", "--json").stdout)
     assert said["ok"] is True and said["removed"] == said["orphans"] > 0
-    for wrong, says in ((("--bucket", url, "--remove-orphans", "--older-than", "soon"), "30m, 12h, 1d"),
+    for wrong, says in ((("--bucket", url, "--remove-orphans", "--older-than", "soon"), "30s, 5m, 12h, 1d"),
                         (("--deep",), "--bucket URL"), (("--bucket", url, "--forget", "x"), "32 hex digits")):
         refused = run(*wrong)
         assert refused.returncode == 2 and says in refused.stderr

@@ -64,7 +64,7 @@ def test_what_is_not_there_is_named(pushed: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", [
     ["hold", "x"], ["release", "x"], ["fsck"], ["rebuild"], ["compact"], ["recall"], ["push", "s3://b/q"],
-    ["serve", "--tiny"], ["capture", "prompts.jsonl", "--tiny"],
+    ["capture", "prompts.jsonl", "--tiny"],
 ])
 def test_a_command_that_changes_a_store_refuses_a_bucket(command: list[str]) -> None:
     with pytest.raises(TapError, match=r"--store = 's3://b/p': .* fsck --bucket URL checks it"):

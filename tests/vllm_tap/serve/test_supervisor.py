@@ -9,17 +9,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from schemas.checks import check_can_listen
-from schemas.errors import StartError
+from schemas.errors import StartError, TapError
 from tests.programs.supervised import PACE
 from tests.support.processes import free_port, runs
+from vllm_tap.cli.main import app
 from vllm_tap.serve.child import ServiceCommand, ServiceProcess, SessionGuard
 from vllm_tap.serve.guard import session_members
-from vllm_tap.serve.services import ServeConfig, make_socket_dir, services
+from vllm_tap.serve.services import ServeConfig, folder_of, make_socket_dir, services
 from vllm_tap.tiny_model import tiny_model
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +98,23 @@ def test_a_signal_stops_everything_in_order(start: Callable[..., Supervised], nu
     assert (run.folder / "order").read_text().split() == ["api", "writer"]
     assert "killed" not in run.text()
     assert not (run.folder / "sockets").exists()
+
+
+def test_pushes_are_stopped_last_so_that_what_the_writer_sealed_goes_up(start: Callable[..., Supervised]) -> None:
+    run = start("pushes")
+    run.until_ready()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(60) == 0
+    assert (run.folder / "order").read_text().split() == ["api", "writer", "push"] and "at most 74 s" in run.text()
+
+
+def test_pushes_that_die_again_and_again_end_nothing(start: Callable[..., Supervised]) -> None:
+    run = start("push-dies")
+    run.until_ready()
+    until(lambda: len(run.pids("push")) > 7, 60, run.text)
+    assert run.process.poll() is None and len(run.pids("writer")) == len(run.pids("api")) == 1
+    run.process.send_signal(signal.SIGTERM)
+    assert run.process.wait(60) == 0
 
 
 def test_a_stubborn_engine_is_killed_within_the_time(start: Callable[..., Supervised]) -> None:
@@ -281,6 +300,13 @@ def test_session_members_sees_processes_and_not_zombies() -> None:
     ({"seal_idle_s": 0.0}, ["--seal-idle-s"]),
     ({"engine_args": ("--port=1",)}, ["--port=1", "--engine-port"]),
     ({"store": Path("/proc/version/store")}, ["--store", "/proc/version", "not a folder"]),
+    ({"bucket": "bucket/prefix"}, ["--bucket", "bucket/prefix", "s3://BUCKET/PREFIX"]),
+    ({"bucket": "s3://bucket/*"}, ["--bucket", "one prefix"]),
+    ({"bucket": "ftp://bucket/prefix"}, ["--bucket", "ftp://bucket/prefix"]),
+    ({"bucket": "file:///tmp/b", "push_every_s": 0.5}, ["--push-every", "0.5", "1s to 1d"]),
+    ({"local_bytes": 5}, ["--local-bytes", "5", "--bucket"]),
+    ({"bucket": "file:///tmp/b", "local_bytes": 0}, ["--local-bytes", "0"]),
+    ({"bucket": "file:///tmp/b", "local_bytes": 5, "retain_bytes": 5}, ["--retain-bytes", "--local-bytes"]),
 ])
 def test_a_bad_setting_is_named_with_its_value_and_the_cure(changes: dict[str, object], names: list[str],
                                                             tmp_path: Path) -> None:
@@ -307,6 +333,32 @@ def test_a_port_in_use_is_refused_before_anything_starts(tmp_path: Path) -> None
                                  metrics_port=port), folder)
         folder.rmdir()
     check_can_listen("127.0.0.1", port, "--port")
+
+
+def test_a_bucket_adds_pushes_of_the_stores_folder(tmp_path: Path) -> None:
+    config = ServeConfig(str(tiny_model()), tmp_path, port=free_port(), engine_port=free_port(),
+                         bucket="file:///tmp/a bucket", push_every_s=90.0, local_bytes=7)
+    *_, push = services(config, tmp_path)
+    assert push.command[-7:] == ("push", str(tmp_path), "file:///tmp/a bucket", "--every", "90.000s", "--local-bytes",
+                                 "7")
+    assert [one.name for one in services(replace(config, bucket="", local_bytes=None), tmp_path)] == [
+        "writer", "engine", "api"]
+
+
+def test_a_store_that_is_known_by_its_url_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                   ) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    urls = ["s3://bucket/a", "s3://bucket/a/", "s3://bucket/../a", "gs://bucket/a", "s3://bucket-a",
+            "s3://" + "b" * 300]
+    folders = [folder_of(url) for url in urls]
+    assert folders[0] == folders[1] and len(set(folders)) == len(urls) - 1
+    assert {folder.parent for folder in folders} == {tmp_path / "vllm-tap" / "stores"}
+    assert all(len(folder.name) < 80 and ".." not in folder.name for folder in folders)
+
+
+def test_a_url_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TapError, match="name the URL once"):
+        app(["serve", "--tiny", "--store", "s3://bucket/a", "--bucket", "s3://bucket/b"], standalone_mode=False)
 
 
 def test_the_socket_folder_is_private_and_short() -> None:

@@ -1,0 +1,151 @@
+"""``push --every``: what is new goes up by itself, what goes wrong passes, and without news the head is asked for."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from schemas.errors import ArgumentError, BucketError, FencedError, TapError
+from schemas.ids import new_ulid
+from schemas.objects import objects
+from tests.support.buckets import FaultProxy
+from tests.support.store_helpers import until
+from tests.vllm_tap.bucket.conftest import Sample, grow
+from tests.vllm_tap.bucket.test_fencing import head_of
+from vllm_tap import open_store
+from vllm_tap.bucket.deletion import hide
+from vllm_tap.bucket.push import Pushed, push
+from vllm_tap.bucket.repeat import keep_pushing
+from vllm_tap.cli.main import app
+
+Told = list[Pushed | Exception | None]
+
+
+class Turns(threading.Event):
+    """A stop that comes behind so many turns; between two of them something happens in the place of time."""
+
+    def __init__(self, *between: Callable[[], object]) -> None:
+        super().__init__()
+        self._between = list(between)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._between.pop(0)()
+        if not self._between:
+            self.set()
+        return self.is_set()
+
+
+class Pushes:
+    """Pushes of a store to a URL, counted; ``told`` is what was told of them."""
+
+    def __init__(self, store: Path, url: str) -> None:
+        self.store, self.url, self.count, self.told = store, url, 0, Told()
+
+    def __call__(self) -> Pushed:
+        self.count += 1
+        return push(self.store, self.url)
+
+    def go_on(self, *between: Callable[[], object]) -> None:
+        keep_pushing(self.store, self.url, self, 30.0, Turns(*between), self.told.append)
+
+    @property
+    def done(self) -> list[Pushed]:
+        return [one for one in self.told if isinstance(one, Pushed)]
+
+
+def ids(url: str, cache: Path) -> set[str]:
+    with open_store(url, cache) as found:
+        return {row.id for row in found.captures()}
+
+
+def nothing() -> None:
+    pass
+
+
+def test_what_is_sealed_goes_up_by_itself_and_what_is_deleted_there_is_deleted_here(
+        sample: Sample, store: Path, tmp_path: Path, url: str) -> None:
+    cache, going, new, counts = tmp_path / "cache", Pushes(store, url), list[str](), list[int]()
+
+    def first() -> None:
+        assert going.told[0] is None and len(going.done) == 1  # ready before anything went up
+        new.append(grow(store))
+
+    def deleted_there() -> None:
+        assert new[0] in ids(url, cache) and len(going.done) == 2
+        counts.append(going.count)
+        hide(url, new)  # in the bucket alone: the catalog here is as it was
+
+    def followed() -> None:
+        assert going.done[-1].followed == 1 and new[0] not in ids(url, cache)
+
+    going.go_on(first, nothing, lambda: counts.append(going.count), deleted_there, followed)
+    assert counts[0] == counts[1] == 3  # the third found nothing new, and the fourth turn did not push
+    assert sample.captures["few"] in ids(url, cache) and not push(store, url).changed
+
+
+def test_a_turn_without_news_asks_for_the_head_alone(store: Path, s3: FaultProxy) -> None:
+    Pushes(store, f"s3://bucket/{new_ulid()}").go_on(nothing, s3.seen.clear, nothing)
+    assert [(method, path.rpartition("/")[2].partition("?")[0]) for method, path in s3.seen] == 2 * [
+        ("GET", "head.json")]
+
+
+def test_what_is_sealed_last_goes_up_at_the_stop(store: Path, tmp_path: Path) -> None:
+    going, new = Pushes(store, (tmp_path / "bucket").as_uri()), list[str]()
+    going.go_on(lambda: new.append(grow(store)))
+    assert len(going.done) == 2 and new[0] in ids(going.url, tmp_path / "cache")
+
+
+def test_what_goes_wrong_is_told_once_and_passes(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong, going = ["first", "first", "second"], Pushes(store, (tmp_path / "bucket").as_uri())
+
+    def run() -> Pushed:
+        if wrong:
+            raise TapError(wrong.pop(0))
+        return push(store, going.url)
+
+    keep_pushing(store, going.url, run, 30.0, Turns(nothing, nothing, nothing, nothing), going.told.append)
+    assert [str(one) for one in going.told if isinstance(one, Exception)] == ["first", "second"]
+    assert len(going.done) == 1 and ids(going.url, tmp_path / "cache")
+
+
+def test_a_bucket_that_is_away_is_waited_for_and_one_that_is_not_ours_is_not(
+        store: Path, s3: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are safe on the disk meanwhile."""
+    monkeypatch.setattr(objects, "_RETRIES", 0)
+    url, copied = f"s3://bucket/{new_ulid()}", Path(shutil.copytree(store, tmp_path / "copy"))
+    going, s3.fault = Pushes(store, url), lambda method, path: "503"
+    going.go_on(lambda: setattr(s3, "fault", lambda method, path: None), nothing)
+    first, ready, *_ = going.told
+    assert isinstance(first, BucketError) and first.passing and ready is None and len(going.done) == 1
+    before = head_of(url)
+    with pytest.raises(FencedError, match="did not push"):
+        Pushes(copied, url).go_on(nothing)
+    assert head_of(url) == before
+
+
+@pytest.mark.parametrize(("words", "match"), [
+    (["--every", "60"], "--every = '60': a number and its unit"), (["--every", "0.5s"], "at least 1s"),
+    (["--every", "60s", "--take-over"], "leave out --take-over"), (["--every", "60s", "--verify"], "and --verify")])
+def test_what_does_not_go_with_it_is_refused(words: list[str], match: str, store: Path, tmp_path: Path) -> None:
+    with pytest.raises((ArgumentError, TapError), match=match):
+        app(["push", str(store), (tmp_path / "bucket").as_uri(), *words], standalone_mode=False)
+
+
+def test_the_command_pushes_until_a_signal_and_once_more(store: Path, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    with subprocess.Popen([sys.executable, "-m", "vllm_tap", "push", str(store), url, "--every", "1000s"],
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        assert process.stderr.readline() == f"push ready: {url} every 1000 s\n"
+        assert process.stdout.readline().startswith(f"{url}: generation 1;")
+        new = grow(store)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0 and process.stdout.readline().startswith(f"{url}: generation 2;")
+    assert until(lambda: new in ids(url, tmp_path / "cache"))

@@ -1,0 +1,73 @@
+"""``vllm-tap push --every``: what is new in a store goes up from time to time, for as long as the process runs."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from schemas import limits
+from schemas.errors import BucketError, TapError
+from schemas.objects.layout import HEAD, read_head
+from schemas.objects.objects import Objects
+from vllm_tap.bucket.push import Pushed, check_head
+
+__all__ = ["keep_pushing"]
+
+State = tuple[object, ...]
+
+
+def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: float, stop: threading.Event,
+                 told: Callable[[Pushed | Exception | None], None]) -> None:
+    """Push every so many seconds until ``stop`` is set, and once more then; a turn in which nothing is new asks for the
+    head alone.
+
+    ``told`` gets None before the first push, once the head is known to be this folder's; each push that changed
+    something; and what went wrong, once until something else does. Raises before the first push what will not pass:
+    FencedError, a URL that is none, a bucket with something else.
+    """
+    try:
+        check_head(store, url)
+    except BucketError as error:
+        if not error.passing:
+            raise
+        told(error)
+    told(None)
+    seen: State | None = None
+    wrong = ""
+    while True:
+        is_last = stop.is_set()
+        try:
+            state = _state(store, url)
+            if state != seen:
+                done = push()
+                # What this push did not see, a capture that was deleted in the bucket meanwhile, is in the next state.
+                seen = None if done.changed else state
+                if done.changed:
+                    told(done)
+            wrong = ""
+        except (TapError, OSError, sqlite3.Error) as error:
+            if str(error) != wrong:
+                told(error)
+            wrong = str(error)
+        if is_last:
+            return
+        stop.wait(every_s)
+
+
+def _state(store: Path, url: str) -> State:
+    """The catalog's files and the head's push: where both are as they were, a push would change nothing."""
+    found: list[object] = []
+    for name in ("catalog.sqlite", "catalog.sqlite-wal"):
+        with suppress(FileNotFoundError):
+            its = (store / name).stat()
+            found += [its.st_ino, its.st_size, its.st_mtime_ns]
+    objects = Objects(url)
+    try:
+        with suppress(FileNotFoundError):
+            found.append(read_head(objects.get(HEAD, limits.bucket_head_bytes_max)[0], objects.url).push)
+    finally:
+        objects.close()
+    return tuple(found)
