@@ -38,6 +38,7 @@ from tests.support.pages.readme import blocks
 from tests.support.processes import descendants, free_port, runs
 from tests.support.served import serving, until_it_was_cut_off
 from tests.support.store_helpers import until
+from vllm_tap import open_store
 from vllm_tap.client.answers import Answer
 from vllm_tap.client.async_client import AsyncClient
 from vllm_tap.client.client import Client
@@ -116,6 +117,10 @@ def vector_file(folder: Path) -> Path:
     return folder / "steer.safetensors"
 
 
+def bucket_of(store: Path) -> str:
+    return (store.parent / "bucket").as_uri()
+
+
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str], Reference]) -> Iterator[Service]:
     store, port, engine_port = tmp_path_factory.mktemp("serve") / "captures", free_port(), free_port()
@@ -126,7 +131,8 @@ def service(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[st
     environment |= {"VLLM_PLUGINS": "vllm_tap,vllm_tap_http", "VLLM_TAP_STORE": str(store),
                     "PYTHONPATH": f"{entry_points(store.parent)}:{os.environ['PYTHONPATH']}"}
     words = ["--tiny", "--port", str(port), "--engine-port", str(engine_port),
-             "--store", str(store), "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}",
+             "--store", str(store), "--bucket", bucket_of(store), "--push-every", "1h",
+             "--arm", ",".join(SITES), "--probe", f"tone={probe_file(store.parent)}",
              "--edit", "resid_post.1,attn_out.2", "--vector", f"steer={vector_file(store.parent)}", "--",
              "--dtype", "float32", "--max-num-batched-tokens", "48", "--max-num-seqs", "16", "--block-size", "32",
              "--max-model-len", "4096", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
@@ -814,9 +820,9 @@ def test_a_stop_with_requests_in_flight(service: Service) -> None:
         thread.start()
     assert until(lambda: len(started) >= 3, 30)
     everything = descendants(service.process.pid)
-    assert len(everything) >= 6  # guard, writer, API, vLLM's server, its core and its worker
+    assert len(everything) >= 7  # guard, writer, API, pushes, vLLM's server, its core and its worker
     service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(60) == 0, "\n".join(service.lines[-40:])  # it kills what has not ended after 14 s
+    assert service.process.wait(90) == 0, "\n".join(service.lines[-40:])  # it kills what has not ended after 74 s
     stopping.set()
     assert not [pid for pid in everything if runs(pid)]
     for thread in threads:
@@ -831,3 +837,9 @@ def test_a_stop_with_requests_in_flight(service: Service) -> None:
             assert found.expected == found.captured + sum(gap.rows for row in found.rows for gap in row.missing)
             assert found.captured > 0
         assert "abort" in ends and set(ends) <= {"abort", "length"}
+        final = {row.id for row in reader.captures(limit=1000)}
+    with open_store(bucket_of(service.store), service.store.parent / "cache") as pushed:  # the last push, at the stop
+        assert {row.id for row in pushed.captures(limit=1000)} == final
+        manifest = pushed.reader.manifest(started[-1])
+        site = manifest.rows[0].site
+        assert manifest.captured and pushed[started[-1]].slice(site, [0], 0, 4).values.shape[1] == 4
