@@ -44,5 +44,5 @@ def _refusal(method: str, path: str) -> str:
                 "the writer")
     if method in _READS or (method == "POST" and _MAP.fullmatch(path)):
         return ""
-    return ("vllm-tap rm CAPTURE --store URL deletes captures here; they are held and released where they were made, by "
-            "the API beside the writer or vllm-tap, and the next push brings that")
+    return ("vllm-tap rm CAPTURE --store URL deletes captures here; they are held and released where they were made, "
+            "by the API beside the writer or vllm-tap, and the next push brings that")
