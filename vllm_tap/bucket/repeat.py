@@ -28,15 +28,16 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
     something; and what went wrong, once until something else does. Raises before the first push what will not pass:
     FencedError, a URL that is none, a bucket with something else.
     """
+    seen: State | None = None
+    wrong = ""
     try:
         check_head(store, url)
     except BucketError as error:
         if not error.passing:
             raise
         told(error)
+        wrong = str(error)
     told(None)
-    seen: State | None = None
-    wrong = ""
     while True:
         is_last = stop.is_set()
         try:

@@ -42,7 +42,7 @@ def drawn(seed: int) -> Prompts:
     return Prompts(tokens, np.arange(PROMPTS), tokens % 2 == 0)
 
 
-MADE = Made(SITES, TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True),
+MADE = Made(SITES, TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True), np.arange(8),
             attended=("q_rot", "k_rot", "v", "z"))
 
 

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.skipif(ON_GPU, reason="an engine in this process")]
 
 PROMPTS, TOKENS, CONTEXT = 6, 24, 12
 CODECS = ("kv8", "k8v4", "kv4", "kv4-pooled", "pca4")
-MADE = Made((), TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True))
+MADE = Made((), TOKENS, drawn(0), drawn(1), Corpus("chance", "c" * 32, ("",), ("",), True), np.arange(8))
 
 
 @contextmanager
