@@ -44,8 +44,7 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
             state = _state(store, url)
             if state != seen:
                 done = push()
-                # What this push did not see, a capture that was deleted in the bucket meanwhile, is in the next state.
-                seen = None if done.changed else state
+                seen = state  # of before it: its own head is news too, and so is what it did not see any more
                 if done.changed:
                     told(done)
             wrong = ""

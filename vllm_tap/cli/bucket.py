@@ -50,7 +50,7 @@ def push(
         "--no-catalog", help="Push without the database that an earlier push named; its readers see the old "
                              "state.")] = False,
     every: Annotated[str | None, typer.Option(
-        "--every", metavar="AGE", help="Push what is new so often, as in 60s or 5m, until SIGTERM or Ctrl-C, and once "
+        "--every", metavar="TIME", help="Push what is new so often, as in 60s or 5m, until SIGTERM or Ctrl-C, and once "
                                        "more then; what goes wrong is told and tried again.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object, for each push.")] = False,
 ) -> None:

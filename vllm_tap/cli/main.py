@@ -90,7 +90,7 @@ def serve(
     bucket_url: Annotated[str | None, typer.Option("--bucket", metavar="URL", help=(
         "Push what is sealed to s3://BUCKET/PREFIX, gs://…, az://… or a folder as file:///PATH, while it serves."))]
         = None,
-    push_every: Annotated[str, typer.Option(metavar="AGE", help="Push so often, as in 30s or 5m.")] = "60s",
+    push_every: Annotated[str, typer.Option(metavar="TIME", help="Push so often, as in 30s or 5m.")] = "60s",
     local_bytes: Annotated[str | None, typer.Option(metavar="N", help=(
         "Let rows that the bucket has leave this disk, the least recently read first, while they take more, such as "
         "500GB (default: they stay)."))] = None,

@@ -180,8 +180,7 @@ def in_this_process(yes: bool = True) -> Iterator[None]:
         from vllm.model_executor.models import registry
 
         registry._run_in_subprocess = lambda ask: ask()
-    if yes:
-        register()  # vLLM loads plugins once a process: what a test before has loaded without a tap would stay so
+    register()  # vLLM loads plugins once a process: what a test before has loaded without a tap would stay so
     # Speculative decoding imports it; the next start of vLLM looks at what all modules have, and fails at this one.
     hidden = sys.modules.pop("llvmlite.binding.ffi", None)
     if yes:
