@@ -86,9 +86,9 @@ survey: $(STAMP)  ## a small model of every architecture that vLLM knows: are it
 
 fidelity: $(STAMP)  ## what codecs cost two small models trained here, with all controls; writes the tables of docs/evidence/fidelity.md and kv.md, and of docs/reference/codecs.md
 	$(PY) -m vllm_tap fidelity --pilot --out build/fidelity
-	$(PY) -m bench.fidelity_page build/fidelity
 	$(PY) -m vllm_tap fidelity kv --pilot --out build/fidelity/kv
-	$(PY) -m bench.kv_page build/fidelity/kv
+	$(PY) -m bench.fidelity_page build/fidelity & page=$$!; \
+	    $(PY) -m bench.kv_page build/fidelity/kv; kv=$$?; wait $$page && exit $$kv
 	$(PY) -m bench.codec_fidelity --write docs/reference/codecs.md
 
 fidelity-families: $(STAMP)  ## the same for Gemma 2 and a mixture of experts, and the tail of the cost; writes docs/evidence/fidelity-families.md

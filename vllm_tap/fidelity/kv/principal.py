@@ -6,7 +6,7 @@ once for a model, not by token. A token has its codes, and in bfloat16 how long 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +41,13 @@ class Components:
     bits: torch.Tensor
     component: torch.Tensor
     place: torch.Tensor
+
+    @property
+    def by_bits(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each number of bits that a component has, and a mask of those that have it: bool [heads, head]."""
+        for bits in self.bits.unique().tolist():
+            if bits:
+                yield bits, self.bits == bits
 
 
 def fit(rows: torch.Tensor, bits: int) -> Components:
@@ -77,9 +84,8 @@ class Principal:
         length = ((turned * one.size).square().sum(-1) / one.size.square().sum(-1)).sqrt()
         shape = divided(turned, length.unsqueeze(-1))
         codes = torch.zeros(shape.shape, dtype=torch.int64)
-        for bits in one.bits.unique().tolist():
-            if bits:
-                codes = torch.where(one.bits == bits, torch.bucketize(shape, lloyd_max(bits)[1]), codes)
+        for bits, its in one.by_bits:
+            codes[:, its] = torch.bucketize(shape[:, its], lloyd_max(bits)[1])
         ones = codes.gather(-1, one.component.expand(len(codes), -1, -1)) >> one.place & 1
         packed = (ones.flatten(1).unflatten(-1, (-1, 8)) << torch.arange(8)).sum(-1)
         return {"q": packed.to(torch.uint8), "length": nan_unless_finite(length.to(torch.bfloat16))}
@@ -90,10 +96,8 @@ class Principal:
         codes = torch.zeros(len(ones), heads, head, dtype=torch.int64).scatter_add_(
             -1, one.component.expand(len(ones), -1, -1), ones << one.place)
         shape = torch.zeros(codes.shape)
-        for bits in one.bits.unique().tolist():
-            if bits:
-                levels = lloyd_max(bits)[0]
-                shape = torch.where(one.bits == bits, levels[codes.clamp_max(len(levels) - 1)], shape)
+        for bits, its in one.by_bits:
+            shape[:, its] = lloyd_max(bits)[0][codes[:, its]]
         turned = shape * pieces["length"].cpu().float().unsqueeze(-1) * one.size
         return torch.einsum("nhj,hij->nhi", turned, one.turn) + one.mean
 
