@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import socket
 from pathlib import Path
 
+_drawn = random.SystemRandom()  # each of several processes its own
+
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody listens on, below those that outgoing connections get: none takes it before
+    the test does.
+    """
+    while True:
+        port = _drawn.randrange(10_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def minds_signals() -> None:
