@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ class Sample:
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     made = Sample(tmp_path_factory.mktemp("fsck") / "store", new_ulid(), new_ulid())
-    with WriterProcess(made.store, "--seal-idle-s", "0.3") as writer, Sender(writer.endpoint) as engine:
+    with WriterProcess(made.store, "--seal-idle-s", "2") as writer, Sender(writer.endpoint) as engine:
         engine.open(made.one, prompt_len=9)
         engine.open(made.two, prompt_len=9)
         engine.frame([(made.one, 1, range(5))], runs=[2, 3])
@@ -46,6 +47,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
         engine.frame([(made.two, 2, range(3))])
         engine.frame([(made.two, 2, range(3, 5))])
         engine.wait()
+        writer.process.send_signal(signal.SIGSTOP)  # however long this takes, it seals nothing more
         assert fsck(made.store).bad == []  # beside a writer that runs
         writer.kill()
     return made
