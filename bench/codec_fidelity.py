@@ -17,10 +17,12 @@ import numpy.typing as npt
 import torch
 
 from bench.codec_tables import WIDTH, declared, formulas, shown
+from bench.fidelity_page import written
 from engine_side.codecs import encode
 from schemas import codecs
 from schemas.codecs import sketch
 
+COMMAND = "python -m bench.codec_fidelity --write docs/reference/codecs.md"
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence"
 Rows = npt.NDArray[np.float32]
 ALSO_SHOWN = {"sketch": ("sketch:bits=1", "sketch:k=2048")}
@@ -125,15 +127,7 @@ def main() -> None:
     if args.write is None:
         print("\n\n".join(parts.values()))
         return
-    page = args.write.read_text()
-    for name, text in parts.items():
-        begin, end = (f"<!-- {edge} {name} (python -m bench.codec_fidelity --write docs/reference/codecs.md) -->"
-                      for edge in ("begin", "end"))
-        if page.count(begin) != 1 or page.count(end) != 1:
-            parser.error(f"{args.write}: no place for the table {name!r}: {begin} … {end}")
-        before, _, rest = page.partition(begin)
-        page = f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}"
-    args.write.write_text(page)
+    args.write.write_text(written(args.write.read_text(), parts, COMMAND))
 
 
 def _db(value: float) -> str:
