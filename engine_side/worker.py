@@ -14,6 +14,7 @@ import torch
 from engine_side import kernels
 from engine_side.codecs import matrices
 from engine_side.config import EngineConfig
+from engine_side.edits import nodes
 from engine_side.edits.conditions import Conditions
 from engine_side.edits.editor import Editor
 from engine_side.step.recorder import Recorder
@@ -107,6 +108,8 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
                         batches=seat.stages)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
     CURRENT = Worker(info, model, tapped.checks, staging, recorder, sender, editor, os.getpid())
+    if editor is not None:
+        nodes.install(editor)
     atexit.register(stop)
 
 
@@ -156,6 +159,7 @@ def stop() -> None:
     current, CURRENT = CURRENT, None
     if current is None or current.pid != os.getpid():
         return
+    nodes.uninstall()
     try:
         current.recorder.flush()
     except Exception:  # of the device: what lies in the ring can still go, and vLLM has to end too

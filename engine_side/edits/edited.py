@@ -30,6 +30,7 @@ class Edited:
     ordinals: list[int]
     which_unmet: list[tuple[int, ...]]  # of ``which`` those that are made where the condition is not met
     places: list[Place] = field(default_factory=list)  # of the tables
+    acting: int = 0  # bits of those of them that it edits
     watched: Watched | None = None  # where it has a condition
     switches: torch.Tensor | None = None  # of its condition, int32, once it has ended
     made: torch.Tensor | None = None  # int32 [places + 1, combinations]: of Tables.counts what was its, up to now

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any, Final
 
 import numpy as np
@@ -51,11 +53,12 @@ class Layout:
     starts: bytes
     rows: int
     there: torch.Tensor
+    acting: int  # bits of the places that they edit
     watched: list[tuple[Watched, int]]  # those with a condition, and their newest rows
     fill: Callable[[torch.Tensor, int], None] | None = None
 
 
-_NONE: Final = Layout((), b"", 0, torch.empty(0), [])
+_NONE: Final = Layout((), b"", 0, torch.empty(0), 0, [])
 
 
 class Editor:
@@ -65,6 +68,7 @@ class Editor:
         self.tables = made
         self.conditions: Conditions | None = None  # where there are probes that they could be about
         self.requests: dict[str, Edited] = {}
+        self.acting = 0  # bits of the places that the next forward edits, in the order of the tables
         self._places = list(made.slots)
         self._layout = _NONE  # of the last step
         self._rows = 0  # that have programs in the tables
@@ -90,6 +94,8 @@ class Editor:
         if request not in self.requests:
             self.requests[request] = found = cut(edits, prompt_len)
             found.places, self._layout = self._places, _NONE
+            placed = {place for one in edits.placed for place in one.places}
+            found.acting = sum(1 << number for number, place in enumerate(self._places) if place in placed)
             if edits.condition is not None and self.conditions is not None:
                 found.watched = self.conditions.open(request, edits.condition, prompt_len)
 
@@ -119,7 +125,7 @@ class Editor:
             self._fill(laid, positions)
         if laid.watched and self.conditions is not None:
             self.conditions.look_at(laid.watched, positions)
-        self._layout, self._rows = laid, laid.rows
+        self._layout, self._rows, self.acting = laid, laid.rows, laid.acting
 
     def _laid(self, requests: Sequence[str], starts: npt.NDArray[np.integer], edges: bytes) -> Layout:
         """The layout of another batch; what its requests need is written."""
@@ -130,7 +136,8 @@ class Editor:
         owners = np.repeat(np.arange(len(requests), dtype=np.int64) << 32, np.diff(starts[: len(requests) + 1]))
         there = self._to_device(np.concatenate([owners, _by_position(here).ravel()]))
         watched = [(each.watched, int(starts[number + 1]) - 1) for number, each in here if each.watched is not None]
-        laid = Layout(list(requests), edges, len(owners), there, watched if self.conditions is not None else [])
+        acting = reduce(or_, (each.acting for _, each in here))
+        laid = Layout(list(requests), edges, len(owners), there, acting, watched if self.conditions is not None else [])
         if there.is_cuda:
             from engine_side.kernels.edits import Filler
 
@@ -162,9 +169,11 @@ class Editor:
         changed[1].copy_(torch.tensor([1] + [0] * (tables.slots[place].shape[1] - 1)))
         changed[2].copy_(torch.tensor(REPLACED))
         changed[3].copy_(torch.linspace(-3, 5, tables.widths[place]))
+        self.acting = 1 << self._places.index(place)
         try:
             yield
         finally:
+            self.acting = 0
             for each, kept in zip(changed, before, strict=True):
                 each.copy_(kept)
             tables.counts.zero_()

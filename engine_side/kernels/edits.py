@@ -6,8 +6,9 @@ is that of ``engine_side.edits.tables.edited``, which is the reference and runs 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import triton
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from engine_side.kernels import Kernel
 from engine_side.kernels.primitives import bfloat16, bfloat16_bits, padded, power_of_two, single, warps
-from engine_side.transport.cuda_calls import Launched
+from engine_side.transport.cuda_calls import Launched, kernel_nodes
 
 _FILLED = 128  # rows of a program that fills tables
 
@@ -38,6 +39,7 @@ def _put(at, x, there):
         tl.store(at, x.to(at.dtype.element_ty), mask=there)
 
 
+_COUNTS: Final = 10  # the place of ``counts`` among the arguments of ``change``
 _TABLES = ("programs", "ordinals", "slots", "vectors", "forms", "heads", "counts")
 
 
@@ -92,7 +94,17 @@ def _changing(width: int, depth: int, count: int, pair: bool, vector: int, dtype
               ) -> Kernel:
     """The kernel of a kind; device and dtype are what it is compiled for."""
     columns = power_of_two(width // count) if count > 1 else padded(width)
-    return Kernel(change, (vector, pair, width, depth, count, count > 1, power_of_two(count), columns), warps(width))
+    made = Kernel(change, (vector, pair, width, depth, count, count > 1, power_of_two(count), columns), warps(width))
+    _made.append(made)
+    return made
+
+
+_made: list[Kernel] = []  # by ``_changing``
+
+
+def nodes(graph: int) -> Iterator[tuple[int, int]]:
+    """Nodes of a captured graph (a cudaGraph_t) that launch ``change``, each with the address of its counts."""
+    return kernel_nodes(graph, {kernel.loaded.handle for kernel in _made if kernel.loaded is not None}, _COUNTS)
 
 
 def change_rows(rows: torch.Tensor, others: torch.Tensor | None, tables: tuple[torch.Tensor, ...],

@@ -1,4 +1,5 @@
-"""Calls of the CUDA libraries that vLLM has loaded: copies to pinned memory, and launches of compiled kernels.
+"""Calls of the CUDA libraries that vLLM has loaded: copies to pinned memory, launches of compiled kernels, and nodes of
+captured graphs.
 
 By torch, a slice on either side and ``copy_`` under another stream cost the step's thread ten times as much as the
 copy's call itself. Triton's launcher asks every tensor for its address, asks the driver about that address, and gives
@@ -8,7 +9,7 @@ the interpreter away.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +20,11 @@ import torch
 
 from schemas.errors import StartError
 
-__all__ = ["Copy", "Function", "Launched", "device_to_host"]
+__all__ = ["Copy", "Function", "Launched", "device_to_host", "enable_node", "kernel_nodes"]
 
 Copy = Callable[[int, int, int, int], None]
 _DEVICE_TO_HOST: Final = 2
+_KERNEL_NODE: Final = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _HIDDEN_MAX: Final = 2  # pointers that Triton adds: memory for itself, and for a profiler
 
 
@@ -108,6 +110,45 @@ class Launched:
         error = self._launch(self._at, self._function, self._tables[step], None)
         if error:
             raise RuntimeError(f"cuLaunchKernelEx: error {error}")
+
+
+class _KernelNode(ctypes.Structure):
+    """CUDA_KERNEL_NODE_PARAMS_v2 of cuda.h."""
+
+    _fields_ = [("function", ctypes.c_void_p), *((f"{of}Dim{axis}", ctypes.c_uint) for of in ("grid", "block")
+                                                 for axis in "XYZ"),
+                ("sharedMemBytes", ctypes.c_uint), ("arguments", ctypes.POINTER(ctypes.c_void_p)),
+                ("extra", ctypes.c_void_p), ("kernel", ctypes.c_void_p), ("context", ctypes.c_void_p)]
+
+
+def kernel_nodes(graph: int, functions: Container[int], argument: int) -> Iterator[tuple[int, int]]:
+    """Nodes of a captured graph that launch one of these functions (``Function.handle``), each with the value of one
+    of its arguments, an address. RuntimeError if the driver refuses.
+    """
+    driver, count = _library("libcuda.so"), ctypes.c_size_t()
+    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), None, ctypes.byref(count)), "cuGraphGetNodes")
+    nodes, kind, about = (ctypes.c_void_p * count.value)(), ctypes.c_int(), _KernelNode()
+    _check(driver.cuGraphGetNodes(ctypes.c_void_p(graph), nodes, ctypes.byref(count)), "cuGraphGetNodes")
+    for node in nodes:
+        assert node is not None
+        _check(driver.cuGraphNodeGetType(ctypes.c_void_p(node), ctypes.byref(kind)), "cuGraphNodeGetType")
+        if kind.value != _KERNEL_NODE:
+            continue
+        error = driver.cuGraphKernelNodeGetParams_v2(ctypes.c_void_p(node), ctypes.byref(about))
+        _check(error, "cuGraphKernelNodeGetParams")
+        if about.function in functions:
+            yield node, ctypes.c_uint64.from_address(about.arguments[argument] or 0).value
+
+
+def enable_node(executable: int, node: int, on: bool) -> None:
+    """Turn a kernel of an instantiated graph on or off for launches to come; RuntimeError if the driver refuses."""
+    error = _library("libcuda.so").cuGraphNodeSetEnabled(ctypes.c_void_p(executable), ctypes.c_void_p(node), int(on))
+    _check(error, "cuGraphNodeSetEnabled")
+
+
+def _check(error: int, call: str) -> None:
+    if error:
+        raise RuntimeError(f"{call}: error {error}")
 
 
 def _parameters(function: int) -> int:

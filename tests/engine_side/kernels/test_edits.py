@@ -116,7 +116,7 @@ def test_tables_are_filled_as_the_reference_does(watched: bool) -> None:
         for _ in range(2):  # the second has nothing to do anew
             filler(positions, before)
         request = Watched("", Condition("", 0, 0, None, False), 0, 1)
-        reference._fill(Layout((), b"", rows, there, [(request, 0)] if watched else []), positions)
+        reference._fill(Layout((), b"", rows, there, 0, [(request, 0)] if watched else []), positions)
         reference._rows = before = rows
         assert torch.equal(ours.programs, theirs.programs)
         assert torch.equal(ours.ordinals[:rows], theirs.ordinals[:rows])
