@@ -86,6 +86,8 @@ def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
                         f"(default: {limits.bucket_cache_bytes})")
     parser.add_argument("--catalog", metavar="URL", help="Postgres database that has a bucket's catalog "
                         "(vllm-tap push --catalog brings it), postgresql://USER@HOST/DATABASE")
+    parser.add_argument("--deletes", action="store_true", default=None, help="serve DELETE of captures in a bucket "
+                        "too, with credentials that may write there; rows leave it with the store's next push")
     parser.add_argument("--bucket-look-s", type=float, metavar="S", help="look for a newer head so often (default: "
                         f"{default['bucket_look_s'].default:g})")
     parser.add_argument("--bucket-answer-s", type=float, metavar="S", help="give up a read of the bucket after so long "

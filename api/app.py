@@ -69,7 +69,7 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     for part in (slices, zarr, generate, captures, holds, live, maps, attention, vectors, about, page):
         app.include_router(part.router)
     if config.buckets:
-        app.add_middleware(ReadOnly, url=", ".join(config.buckets))
+        app.add_middleware(ReadOnly, url=", ".join(config.buckets), deletes=config.deletes)
     app.add_middleware(AccessGuard, config=config, who=who)
     app.add_middleware(CountRequests, metrics=metrics)
     if names:

@@ -56,6 +56,7 @@ class Config:
     cache: Path | None = None  # of a bucket's rows and catalogs, on a local disk; None: ~/.cache/vllm-tap
     cache_bytes: int = limits.bucket_cache_bytes
     catalog: str = field(default="", repr=False)  # of a bucket: the URL of the Postgres database that has its catalog
+    deletes: bool = False  # of a bucket: whether DELETE of a capture is served too
     bucket_look_s: float = 5.0  # between two looks for a newer head
     bucket_answer_s: float = 20.0  # a read of the bucket that takes longer is given up
     stop_grace_s: float = 1.0  # on a stop, how long requests in flight may still take
@@ -79,8 +80,9 @@ class Config:
         if self.buckets:
             self._check_buckets()
             return
-        if self.catalog:
-            raise StartError("catalog: taken with a bucket's URL as --store alone")
+        for name in ("catalog", "deletes"):
+            if getattr(self, name):
+                raise StartError(f"{name}: taken with a bucket's URL as --store alone")
         _check_engines(self.upstream)
         if not self.endpoint.startswith("ipc://"):
             raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as "

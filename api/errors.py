@@ -69,8 +69,8 @@ CODES: Final[dict[str, Code]] = {
                              "Ask for one of the ids in the message."),
     "invalid_key": Code(401, "No key in use came with the request.",
                         "Send `Authorization: Bearer KEY` or `x-api-key: KEY`; `vllm-tap keys ls` lists keys."),
-    "read_only": Code(403, "The service reads a bucket, and the request needs a writer or an engine.",
-                      "Ask the service beside the writer."),
+    "read_only": Code(403, "The service reads a bucket, and the request needs a writer or an engine, or deletes "
+                      "without `--deletes`.", "Ask the service beside the writer."),
     "foreign_host": Code(403, "The service has no keys, and the request came from another machine, or from another "
                          "page in a browser (`Host`, `Origin`).", "Ask from this machine, or make a key."),
     "not_found": Code(404, "No such capture, site, layer, row, vector or route, or it belongs to another key. Or no "

@@ -9,11 +9,12 @@ from typing import Any, Final
 
 import anyio
 
+from api.bucket.deletes import Deletes
 from api.config import Config
 from api.metrics import BucketMetrics
 from schemas.bucket.places import prefix_of
 from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
-from schemas.errors import BucketError, StartError, TapError
+from schemas.errors import BucketError, StartError, StoreError, TapError
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import CatalogUrl
 
@@ -49,6 +50,7 @@ class FollowedBuckets:
         stores = Cataloged(config.buckets, config.catalog) if config.catalog else config.buckets
         self._stores = several_reader(stores, config.cache, config.cache_bytes, config.bucket_answer_s)
         self._config, self._metrics = config, metrics
+        self._deletes = Deletes(config.catalog) if config.deletes else None
         self._counted = 0
 
     @property
@@ -77,6 +79,18 @@ class FollowedBuckets:
         elif not failed and before not in ("", _UNSEEN):
             log.info("%s is read again", self.url)
 
+    def delete(self, ref: str, owner: str) -> None:
+        """Delete a capture, with all its samples, in the bucket that has it; what follows sees none of them.
+
+        NotFoundError; ConflictError: it is on hold; BucketError and CatalogError, as of what deletes.
+        """
+        reader = self.reader()
+        url = reader.url if isinstance(reader, BucketReader) else self._stores.place_of(ref, owner)
+        if self._deletes is None:
+            raise StoreError("delete in", url, "this service only reads")
+        self._deletes.delete(url, reader.samples(ref, owner))
+        self.look()
+
     async def follow(self) -> None:
         """Look from time to time; for ever."""
         while True:
@@ -90,8 +104,9 @@ class FollowedBuckets:
         for url, error in self._stores.failed.items():
             known.setdefault(url, {"url": url, **_told(None)})["failed"] = str(error)
         catalog = self._config.catalog
-        return {"url": self.url, "catalog": str(CatalogUrl(catalog)) if catalog else None,
-                "failed": self.failed or None, **_told(self._stores.alone), "stores": list(known.values())}
+        return {"url": self.url, "deletes": self._config.deletes, "failed": self.failed or None,
+                "catalog": str(CatalogUrl(catalog)) if catalog else None, **_told(self._stores.alone),
+                "stores": list(known.values())}
 
     def tell(self) -> None:
         """Set the metrics."""

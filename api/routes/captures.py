@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
+import anyio
 import msgspec
 from fastapi import APIRouter, Query, Request
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -113,6 +114,9 @@ def as_json(found: Manifest) -> dict[str, Any]:
 async def delete(request: Request, ref: Ref) -> Response:
     """Hides a capture (with all its samples) for good, and lets its bytes go; 409 while it is held."""
     service, owner = service_of(request), owner_of(request)
+    if (bucket := service.bucket) is not None:
+        await anyio.to_thread.run_sync(lambda: bucket.delete(ref, owner))
+        return Response(status_code=204)
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Delete(seq=seq, capture=target))
 

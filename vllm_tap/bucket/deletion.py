@@ -22,7 +22,7 @@ import msgspec
 from schemas.bucket.snapshots import fetch_snapshot, hash_file, pieces
 from schemas.catalog.aliases import of_one_owner, samples
 from schemas.catalog.records import find_capture
-from schemas.errors import ArgumentError, TapError
+from schemas.errors import ArgumentError, ConflictError
 from schemas.objects.layout import VERSION_ORIGIN, Head
 from schemas.objects.objects import Objects, keeps_versions
 from vllm_tap.bucket.check import current_head
@@ -50,8 +50,8 @@ def hide(url: str, refs: Sequence[str], catalog: str | None = None) -> Hidden:
     """Delete captures in the bucket at ``url``: no reader finds them from now on.
 
     ``refs`` are their ids, response ids or X-Request-Ids. ``catalog``: the URL of the Postgres database that has the
-    store's catalog too. NotFoundError where the bucket has no such capture. TapError: one is on hold. OutrunError: a
-    push or another deletion was first. BucketError: the bucket does not answer. CatalogError: the database does not
+    store's catalog too. NotFoundError where the bucket has no such capture. ConflictError: one is on hold. OutrunError:
+    a push or another deletion was first. BucketError: the bucket does not answer. CatalogError: the database does not
     get it; the captures may be deleted in the bucket then, and the next push brings it.
     """
     if "#" in url:
@@ -89,8 +89,8 @@ def _forget(snapshot: Path, refs: Iterable[str]) -> list[str]:
         for capture in captures:
             found = find_capture(db, capture)
             if found is not None and found.hold:
-                raise TapError(f"capture {capture} is on hold; lift the hold first, with vllm-tap release on its own "
-                               "node, and push")
+                raise ConflictError(f"capture {capture} is on hold; lift the hold first, with vllm-tap release on its "
+                                    "own node, and push")
             forget(db, capture)
         for table in ("doomed", "scrub"):  # for writers alone
             db.execute(f"DELETE FROM {table}")

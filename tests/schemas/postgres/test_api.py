@@ -14,7 +14,7 @@ from tests.schemas.postgres.test_push import name_of
 from tests.support.buckets import FaultProxy
 from tests.support.store_helpers import SITE, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
-from tests.vllm_tap.bucket.test_api import OFTEN, beside, bucket, code, generation
+from tests.vllm_tap.bucket.serving.test_api import OFTEN, beside, bucket, code, generation
 from vllm_tap.bucket.push import push
 from vllm_tap.cli.main import app
 

@@ -31,7 +31,7 @@ from tests.support.buckets import FaultProxy
 from tests.support.forked import tap
 from tests.support.store_helpers import ROOT, SITE, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, _is_erased, erase, grow
-from tests.vllm_tap.bucket.test_api import beside
+from tests.vllm_tap.bucket.serving.test_api import beside
 from tests.writer_service.upkeep.test_erasing import Killed, cut_short
 from vllm_tap import open_store
 from vllm_tap.bucket.check import check

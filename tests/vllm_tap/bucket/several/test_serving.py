@@ -14,8 +14,8 @@ from schemas.ids import new_ulid
 from tests.support.buckets import FaultProxy
 from tests.support.store_helpers import SITE, until
 from tests.vllm_tap.bucket.conftest import erase
+from tests.vllm_tap.bucket.serving.test_api import OFTEN, asked, beside, code, serving
 from tests.vllm_tap.bucket.several.conftest import BEGAN_MS, Nodes, fill
-from tests.vllm_tap.bucket.test_api import OFTEN, asked, beside, code, serving
 from vllm_tap.bucket.push import push
 
 

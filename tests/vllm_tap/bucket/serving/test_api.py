@@ -246,6 +246,7 @@ def test_keys_are_owners_as_beside_the_store(sample: Sample, store: Path, tmp_pa
     (["--store", "nothing://b/p"], "store = 'nothing://b/p'"),
     (["--store", "folder"], "endpoint: missing"),
     (["--store", "folder", "--endpoint", "ipc:///x", "--bucket-look-s", "1"], "bucket_look_s = 1.0: taken with"),
+    (["--store", "folder", "--endpoint", "ipc:///x", "--deletes"], "deletes: taken with a bucket's URL"),
 ])
 def test_what_does_not_belong_together_does_not_start(given: list[str], says: str,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
