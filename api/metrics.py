@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from schemas.store.pushing import Pushing
 from schemas.wire.control_channel import ControlChannel
 
 __all__ = ["BucketMetrics", "CountRequests", "Metrics"]
@@ -53,7 +54,12 @@ class Metrics:
                                  multiprocess_mode="livesum")
         self.captures_pressed = Counter("vllm_tap_api_captures_pressed_total", "Captures that began while captures in "
                                         "flight asked for more than the store takes.", registry=self.registry)
-
+        self.push_up = Gauge("vllm_tap_api_push_up", "1 if the last turn of the pushes to a bucket succeeded, else 0.",
+                             ["url"], registry=self.registry, multiprocess_mode="mostrecent")
+        self.pushed_seconds = Gauge("vllm_tap_api_pushed_seconds", "When the last turn that succeeded began, in "
+                                    "seconds since 1970; 0 before the first. What was sealed then is in the bucket.",
+                                    ["url"], registry=self.registry, multiprocess_mode="mostrecent")
+        self._pushing = ""
         if engines:
             self._of_engines(engines)
 
@@ -77,6 +83,17 @@ class Metrics:
             return
         self.writer_alive.set(channel.alive)
         self.control_pending.set(channel.pending)
+
+    def tell_pushes(self, state: Pushing | None) -> None:
+        """Set what is known of a store's pushes to a bucket; None: nothing pushes."""
+        url = "" if state is None else state.url
+        if self._pushing not in ("", url):
+            self.push_up.clear()
+            self.pushed_seconds.clear()
+        if state is not None:
+            self.push_up.labels(url).set(bool(state.pushed_ms) and not state.failed)
+            self.pushed_seconds.labels(url).set(state.pushed_ms / 1000)
+        self._pushing = url
 
 
 class BucketMetrics:

@@ -29,6 +29,7 @@ from schemas.codecs import CODECS, DEFAULT_CODEC
 from schemas.errors import TapError
 from schemas.sites import SITES, lens_name
 from schemas.spec import parse_spec, resolve
+from schemas.store.pushing import read_pushing
 from schemas.wire.layout import LEADER
 from schemas.wire.messages import EngineInfo
 
@@ -222,6 +223,7 @@ async def metrics(request: Request) -> Response:
     service.metrics.look(service.channel)
     if service.bucket is None:
         service.pressure.tell()
+        service.metrics.tell_pushes(await anyio.to_thread.run_sync(read_pushing, service.config.store))
     else:
         service.bucket.tell()
     service.upstreams.tell()

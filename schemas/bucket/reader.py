@@ -26,7 +26,8 @@ from schemas.catalog.view import CatalogView
 from schemas.errors import ArgumentError, BucketError, CatalogError, NoHeadError, StoreError, TapError
 from schemas.objects.block_objects import BlockObjects
 from schemas.objects.chunk_cache import ChunkCache, Sparing, default_cache, make_private
-from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, read_head, retired_key
+from schemas.objects.heads import fetch_head
+from schemas.objects.layout import BLOCK_KEY, HEAD, PUSH, Head, Stored, retired_key
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import PUSH_IT, CatalogUrl
 from schemas.postgres.view import PostgresView
@@ -244,14 +245,13 @@ def stores_of(reader: AnyReader, places: Stores) -> list[str]:
 
 def _head(objects: Objects, key: str) -> Head:
     try:
-        data, _ = objects.get(key, limits.bucket_head_bytes_max)
+        return fetch_head(objects, key)[0]
     except FileNotFoundError:
         if key != HEAD:
             raise BucketError("open store", objects.url, f"no {key} in it",
                               "was it removed? vllm-tap push --take-over says what it retires") from None
         raise NoHeadError("open store", objects.url, f"no {key} in it", "vllm-tap push STORE URL brings a store there"
                           ) from None
-    return read_head(data, objects.url)
 
 
 def _drop_deleted(catalog: Path, chunks: ChunkCache) -> None:

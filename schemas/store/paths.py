@@ -43,6 +43,11 @@ def pushed_name() -> str:
     return f"writers/{WRITER}/pushed.json"
 
 
+def pushing_name() -> str:
+    """Path below the store of the file that says how pushes to a bucket go that go on by themselves."""
+    return f"writers/{WRITER}/pushing.json"
+
+
 def evicted_name(number: int) -> str:
     """Path below the store of the record that says where an evicted block's rows lie."""
     return f"writers/{WRITER}/evicted/{number:08d}.json"

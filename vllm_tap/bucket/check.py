@@ -13,7 +13,8 @@ from typing import Final
 from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot, hash_pieces
 from schemas.errors import BucketError, OutrunError
-from schemas.objects.layout import BLOCK_KEY, HEAD, INDEX, Head, Stored, digest, read_head, unpack_index
+from schemas.objects.heads import fetch_head
+from schemas.objects.layout import BLOCK_KEY, HEAD, INDEX, Head, Stored, digest, unpack_index
 from schemas.objects.objects import Objects, Version, keeps_versions
 from schemas.postgres.connection import CatalogUrl
 from vllm_tap.bucket.catalog_check import catalog_faults
@@ -99,11 +100,10 @@ def check(url: str, deep: bool = False, tell: Tell = lambda done, total: None, c
 def current_head(objects: Objects) -> tuple[Head, Version]:
     """The head, and what a write in its place names it by."""
     try:
-        data, version = objects.get(HEAD, limits.bucket_head_bytes_max)
+        return fetch_head(objects)
     except FileNotFoundError:
         raise BucketError("check", objects.url, f"no {HEAD} in it: nothing says what is in use",
                           "vllm-tap push STORE URL brings a store there") from None
-    return read_head(data, objects.url), version
 
 
 def examine(objects: Objects, head: Head, inventory: Inventory, work: Path, deep: bool, tell: Tell,

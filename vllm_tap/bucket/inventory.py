@@ -8,8 +8,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from schemas import limits
 from schemas.errors import BucketError
+from schemas.objects.heads import fetch_head
 from schemas.objects.layout import (
     CONDITIONS,
     HEAD,
@@ -18,7 +18,6 @@ from schemas.objects.layout import (
     Head,
     epoch_of,
     folder_of,
-    read_head,
     retired_key,
 )
 from schemas.objects.objects import Objects
@@ -111,7 +110,7 @@ def read_heads(objects: Objects, pushes: list[str]) -> Iterator[tuple[str, Head 
     """Retired heads by their pushes; the error where one cannot be read."""
     for push in pushes:
         try:
-            yield push, read_head(objects.get(retired_key(push), limits.bucket_head_bytes_max)[0], objects.url)
+            yield push, fetch_head(objects, retired_key(push))[0]
         except BucketError as error:
             if error.passing:
                 raise

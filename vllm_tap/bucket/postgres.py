@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot
 from schemas.errors import BucketError, CatalogError
-from schemas.objects.layout import HEAD, Head, read_head
+from schemas.objects.heads import fetch_head
+from schemas.objects.layout import Head, read_head
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import CatalogUrl, escaped, told
 from schemas.postgres.layout import VERSION, Table, functions, head_table, indexes, quoted, schema_of, tables
@@ -106,7 +106,7 @@ class PostgresCatalog:
 
     def _current(self) -> str | None:
         try:
-            return read_head(self._objects.get(HEAD, limits.bucket_head_bytes_max)[0], self._objects.url).push
+            return fetch_head(self._objects)[0].push
         except FileNotFoundError:
             return None
 

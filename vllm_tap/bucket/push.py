@@ -19,10 +19,10 @@ from typing import Final
 
 import msgspec
 
-from schemas import limits
 from schemas.bucket.snapshots import fetch_snapshot, hash_file, pieces, read_blocks
 from schemas.errors import BucketError, CatalogError, ConflictError, FencedError, OutrunError, StoreError, TapError
 from schemas.objects.evicted import read_away
+from schemas.objects.heads import fetch_head
 from schemas.objects.layout import (
     CATALOGS,
     CONDITIONS,
@@ -31,7 +31,6 @@ from schemas.objects.layout import (
     RETIRED,
     VERSION,
     Head,
-    read_head,
     retired_key,
 )
 from schemas.objects.objects import Objects, Version, keeps_versions
@@ -221,8 +220,7 @@ def check_head(store: Path, url: str) -> None:
 
 def _read_head(objects: Objects, uuid: bytes) -> tuple[Head, Version]:
     """The head, of this store; FileNotFoundError where there is none."""
-    data, version = objects.get(HEAD, limits.bucket_head_bytes_max)
-    head = read_head(data, objects.url)
+    head, version = fetch_head(objects)
     if head.store != uuid.hex():
         raise TapError(f"{objects.url}: holds the store {head.store}, this one is {uuid.hex()}; {_OWN_PREFIX}")
     return head, version
@@ -368,7 +366,7 @@ def _head_after(going: _Push, head: Head, error: BucketError) -> tuple[Head, boo
     """
     objects, before = going.objects, going.seen.head
     try:
-        now = read_head(objects.get(HEAD, limits.bucket_head_bytes_max)[0], objects.url)
+        now, _ = fetch_head(objects)
     except FileNotFoundError:
         raise error from None
     if now.store != head.store:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from schemas import limits
 from schemas.errors import BucketError, TapError
-from schemas.objects.layout import HEAD, read_head
+from schemas.objects.heads import fetch_head
 from schemas.objects.objects import Objects
+from schemas.store.pushing import Pushing, forget_pushing, write_pushing
 from vllm_tap.bucket.push import Pushed, check_head
 
 __all__ = ["keep_pushing"]
@@ -25,11 +26,12 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
     head alone.
 
     ``told`` gets None before the first push, once the head is known to be this folder's; each push that changed
-    something; and what went wrong, once until something else does. Raises before the first push what will not pass:
-    FencedError, a URL that is none, a bucket with something else.
+    something; and what went wrong, once until something else does. A file in the store says how it goes
+    (``schemas.store.pushing``). Raises before the first push what will not pass: FencedError, a URL that is none, a
+    bucket with something else.
     """
     seen: State | None = None
-    wrong = ""
+    wrong, going = "", Pushing(url, every_s)
     try:
         check_head(store, url)
     except BucketError as error:
@@ -39,7 +41,7 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
         wrong = str(error)
     told(None)
     while True:
-        is_last = stop.is_set()
+        is_last, begun_ms = stop.is_set(), time.time_ns() // 1_000_000
         try:
             state = _state(store, url)
             if state != seen:
@@ -47,11 +49,17 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
                 seen = state  # of before it: its own head is news too, and so is what it did not see any more
                 if done.changed:
                     told(done)
-            wrong = ""
+            wrong, going = "", Pushing(url, every_s, begun_ms)
         except (TapError, OSError, sqlite3.Error) as error:
             if str(error) != wrong:
                 told(error)
             wrong = str(error)
+            going = Pushing(url, every_s, going.pushed_ms, wrong)
+        with suppress(OSError):  # a disk that is full is the writer's to tell
+            if is_last:
+                forget_pushing(store)
+            else:
+                write_pushing(store, going)
         if is_last:
             return
         stop.wait(every_s)
@@ -67,7 +75,7 @@ def _state(store: Path, url: str) -> State:
     objects = Objects(url)
     try:
         with suppress(FileNotFoundError):
-            found.append(read_head(objects.get(HEAD, limits.bucket_head_bytes_max)[0], objects.url).push)
+            found.append(fetch_head(objects)[0].push)
     finally:
         objects.close()
     return tuple(found)

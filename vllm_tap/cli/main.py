@@ -94,6 +94,8 @@ def serve(
     local_bytes: Annotated[str | None, typer.Option(metavar="N", help=(
         "Let rows that the bucket has leave this disk, the least recently read first, while they take more, such as "
         "500GB (default: they stay)."))] = None,
+    catalog: Annotated[str | None, typer.Option(metavar="URL", help=(
+        "Bring the bucket's catalog to a Postgres database too, postgresql://USER@HOST/DATABASE."))] = None,
     keys: Keys = None,
     arm: Arm = "resid_post",
     probe: Probes = None,
@@ -162,7 +164,7 @@ def serve(
         probes=parse_probes(probe or (), "--probe"),
         edits=EditArms(edit, edit_depth, edit_rows, parse_probes(vector or (), "--vector", "vector")),
         bucket=bucket_url or "", push_every_s=parse_age(push_every, "--push-every"),
-        local_bytes=_size(local_bytes, "--local-bytes"),
+        local_bytes=_size(local_bytes, "--local-bytes"), catalog=catalog or "",
     )))
 
 

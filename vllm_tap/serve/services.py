@@ -32,6 +32,7 @@ from schemas.edits.arms import EditArms
 from schemas.errors import StartError, TapError
 from schemas.legacy import SITE
 from schemas.objects.objects import Objects
+from schemas.postgres.connection import CatalogUrl, installed
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
 from vllm_tap.serve.child import ServiceCommand
@@ -75,6 +76,7 @@ class ServeConfig:
     edits: EditArms = field(default_factory=EditArms)
     bucket: str = ""  # the URL that the store is pushed to, "" for none
     push_every_s: float = 60.0
+    catalog: str = field(default="", repr=False)  # the URL of the Postgres database that gets its catalog too
     local_bytes: int | None = None  # rows that the bucket has leave the disk until rows take no more than this
 
     def __post_init__(self) -> None:
@@ -116,6 +118,9 @@ class ServeConfig:
             if self.local_bytes is not None:
                 raise StartError(f"--local-bytes = {self.local_bytes}: rows leave the disk for a bucket; name it with "
                                  "--bucket")
+            if self.catalog:
+                raise StartError("--catalog: the database gets the catalog of a store in a bucket; name that with "
+                                 "--bucket")
             return
         if not 1 <= self.push_every_s <= 86_400:
             raise StartError(f"--push-every = {self.push_every_s:g} s: valid: 1s to 1d")
@@ -130,6 +135,12 @@ class ServeConfig:
         except TapError as error:
             if not self.bucket.startswith("file://"):  # the folder may come with the first push
                 raise StartError(f"--bucket = {self.bucket!r}: {error}") from None
+        if self.catalog:
+            try:
+                CatalogUrl(self.catalog)
+                installed()
+            except TapError as error:
+                raise StartError(str(error)) from None
 
     @property
     def armed(self) -> tuple[str, ...]:
@@ -258,7 +269,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[ServiceCommand]:
     push = ServiceCommand(
         "push",
         (*_module("vllm_tap"), "push", str(store), config.bucket, "--every", f"{config.push_every_s:.3f}s",
-         *(("--local-bytes", str(config.local_bytes)) if config.local_bytes is not None else ())),
+         *(("--local-bytes", str(config.local_bytes)) if config.local_bytes is not None else ()),
+         *(("--catalog", config.catalog) if config.catalog else ())),
         common,
         ready_line="push ready",
         vital=False,

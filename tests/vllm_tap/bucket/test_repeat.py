@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,12 @@ import pytest
 from schemas.errors import ArgumentError, BucketError, FencedError, TapError
 from schemas.ids import new_ulid
 from schemas.objects import objects
+from schemas.store.paths import pushing_name
+from schemas.store.pushing import Pushing, forget_pushing, read_pushing, write_pushing
 from tests.support.buckets import FaultProxy
 from tests.support.store_helpers import until
 from tests.vllm_tap.bucket.conftest import Sample, grow
+from tests.vllm_tap.bucket.serving.test_api import beside
 from tests.vllm_tap.bucket.test_fencing import head_of
 from vllm_tap import open_store
 from vllm_tap.bucket.deletion import hide
@@ -113,6 +117,51 @@ def test_what_goes_wrong_is_told_once_and_passes(store: Path, tmp_path: Path, mo
     keep_pushing(store, going.url, run, 30.0, Turns(nothing, nothing, nothing, nothing), going.told.append)
     assert [str(one) for one in going.told if isinstance(one, Exception)] == ["first", "second"]
     assert len(going.done) == 1 and ids(going.url, tmp_path / "cache")
+
+
+def test_a_file_in_the_store_says_how_it_goes(store: Path, tmp_path: Path) -> None:
+    """With the time of the last turn that succeeded, whatever fails afterwards; and nothing once the pushes end."""
+    url, began_ms = (tmp_path / "bucket").as_uri(), time.time_ns() // 1_000_000
+    wrong, seen = [TapError("first"), None, None, TapError("full" * 1000), None], list[Pushing | None]()
+
+    def run() -> Pushed:
+        if (error := wrong.pop(0)) is not None:
+            raise error
+        return push(store, url)
+
+    def look() -> None:
+        seen.append(read_pushing(store))
+        (store / "catalog.sqlite").touch()  # something is new
+
+    keep_pushing(store, url, run, 30.0, Turns(look, look, look, look, lambda: None), lambda what: None)
+    first, second, third, last = [each for each in seen if each is not None]
+    assert first == Pushing(url, 30.0, 0, "first")
+    assert began_ms <= second.pushed_ms <= third.pushed_ms == last.pushed_ms and second.failed == third.failed == ""
+    assert last.failed == "full" * 250
+    assert read_pushing(store) is None
+
+
+def test_a_file_that_cannot_be_written_stops_no_push(store: Path, tmp_path: Path) -> None:
+    (store / pushing_name()).mkdir()
+    going = Pushes(store, (tmp_path / "bucket").as_uri())
+    going.go_on(nothing, nothing)
+    assert len(going.done) == 1 and read_pushing(store) is None
+
+
+def test_a_service_beside_the_writer_tells_them_as_metrics(store: Path, tmp_path: Path) -> None:
+    url = "s3://bucket/a"
+    with beside(tmp_path / "a", store) as client:
+        for state, said in [
+            (None, {}), (Pushing(url, 60.0), {"push_up": 0, "pushed_seconds": 0}),
+            (Pushing(url, 60.0, 1_800_000_000_000), {"push_up": 1, "pushed_seconds": 1.8e9}),
+            (Pushing(url, 60.0, 1_800_000_000_000, "away"), {"push_up": 0, "pushed_seconds": 1.8e9}), (None, {}),
+        ]:
+            forget_pushing(store) if state is None else write_pushing(store, state)
+            found = {line.partition("{")[0].removeprefix("vllm_tap_api_"): float(line.rpartition(" ")[2])
+                     for line in client.get("/metrics").text.splitlines() if line.startswith("vllm_tap_api_push")}
+            assert found == said
+        (store / pushing_name()).write_bytes(b"[")
+        assert client.get("/metrics").status_code == 200
 
 
 def test_a_bucket_that_is_away_is_waited_for_and_one_that_is_not_ours_is_not(
