@@ -14,7 +14,7 @@ from schemas import limits
 from schemas.bucket.places import check_places
 from schemas.checks import check_name, check_port, check_seconds
 from schemas.errors import StartError, TapError
-from schemas.postgres.connection import CatalogUrl, installed
+from schemas.postgres.connection import check_catalog
 from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
 
@@ -98,11 +98,7 @@ class Config:
                 raise StartError(f"{name} = {value!r}: an API that reads a bucket has no writer and no engine; valid: "
                                  f"none with store = {', '.join(self.buckets)!r}")
         if self.catalog:
-            try:
-                CatalogUrl(self.catalog)
-                installed()
-            except TapError as error:
-                raise StartError(str(error)) from None
+            check_catalog(self.catalog)
         if self.keys is None and not is_loopback(self.host):
             raise StartError(f"keys = None: beyond loopback (host = {self.host!r}) a bucket is read with keys alone; "
                              "name a file of keys whose names are the owners of its captures, such as the keys.json "

@@ -73,6 +73,8 @@ class ApiService:
     _reader: StoreReader | None = None
     _catalog: tuple[int, int] = (0, 0)  # device and inode of the file that the reader has open
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)
+    # Each writes a bucket's head: only one at a time can succeed, and those that wait hold no thread.
+    delete_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     # A writer that does not answer holds a thread for seconds: these must not starve the readers' threads.
     _submit_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(64))
 

@@ -1,4 +1,4 @@
-"""Deletion of captures in buckets, one at a time. What deletes there belongs to the package of the commands, which this
+"""Deletion of captures in buckets. What deletes there belongs to the package of the commands, which this
 one knows by an entry point alone.
 """
 
@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from threading import Lock
 from typing import Any, Final
 
 from schemas.errors import OutrunError, StartError
@@ -29,19 +28,18 @@ class Deletes:
         if not found:
             raise StartError("deletes: nothing here deletes in buckets; install vllm-tap whole, with vllm-tap[buckets]")
         self._delete: Callable[[str, Sequence[str], str | None], Any] = next(iter(found)).load()
-        self._catalog, self._lock = catalog or None, Lock()
+        self._catalog = catalog or None
 
     def delete(self, url: str, captures: Sequence[str]) -> None:
         """Hide captures in the bucket at ``url`` from every reader; its store's folder deletes them with its next push.
         ConflictError: one is on hold. OutrunError: others wrote the head each time. BucketError, CatalogError.
         """
-        with self._lock:
-            for again in range(_TRIES):
-                try:
-                    self._delete(url, captures, self._catalog)
-                    break
-                except OutrunError:
-                    if again == _TRIES - 1:
-                        raise
-                    time.sleep(0.2 * (again + 1))
+        for again in range(_TRIES):
+            try:
+                self._delete(url, captures, self._catalog)
+                break
+            except OutrunError:
+                if again == _TRIES - 1:
+                    raise
+                time.sleep(0.2 * (again + 1))
         log.info("%s: deleted %s", url, ", ".join(captures))

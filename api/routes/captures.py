@@ -115,7 +115,7 @@ async def delete(request: Request, ref: Ref) -> Response:
     """Hides a capture (with all its samples) for good, and lets its bytes go; 409 while it is held."""
     service, owner = service_of(request), owner_of(request)
     if (bucket := service.bucket) is not None:
-        await anyio.to_thread.run_sync(lambda: bucket.delete(ref, owner))
+        await anyio.to_thread.run_sync(lambda: bucket.delete(ref, owner), limiter=service.delete_limit)
         return Response(status_code=204)
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Delete(seq=seq, capture=target))

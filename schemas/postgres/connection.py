@@ -9,12 +9,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import urlsplit
 
-from schemas.errors import ArgumentError, CatalogError, TapError
+from schemas.errors import ArgumentError, CatalogError, StartError, TapError
 
 if TYPE_CHECKING:
     import psycopg
 
-__all__ = ["PUSH_IT", "CatalogUrl", "PostgresDatabase", "escaped", "installed", "told"]
+__all__ = ["PUSH_IT", "CatalogUrl", "PostgresDatabase", "check_catalog", "escaped", "installed", "told"]
 
 PUSH_IT: Final = "vllm-tap push STORE URL --catalog brings it"
 SCHEMES: Final = ("postgresql", "postgres")
@@ -69,6 +69,15 @@ class CatalogUrl:
             raise CatalogError("connect to", str(self), f"the database's encoding is {encoding}",
                                "make one with ENCODING 'UTF8' TEMPLATE template0")
         return made
+
+
+def check_catalog(url: str) -> None:
+    """StartError where a URL names no database, or there is no client of Postgres; nothing is asked."""
+    try:
+        CatalogUrl(url)
+        installed()
+    except TapError as error:
+        raise StartError(str(error)) from None
 
 
 def installed() -> Any:

@@ -32,7 +32,7 @@ from schemas.edits.arms import EditArms
 from schemas.errors import StartError, TapError
 from schemas.legacy import SITE
 from schemas.objects.objects import Objects
-from schemas.postgres.connection import CatalogUrl, installed
+from schemas.postgres.connection import check_catalog
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
 from vllm_tap.serve.child import ServiceCommand
@@ -136,11 +136,7 @@ class ServeConfig:
             if not self.bucket.startswith("file://"):  # the folder may come with the first push
                 raise StartError(f"--bucket = {self.bucket!r}: {error}") from None
         if self.catalog:
-            try:
-                CatalogUrl(self.catalog)
-                installed()
-            except TapError as error:
-                raise StartError(str(error)) from None
+            check_catalog(self.catalog)
 
     @property
     def armed(self) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 
 from api.auth.keys import make_key
+from schemas.ids import new_ulid
 from tests.support.buckets import FaultProxy
 from tests.support.store_helpers import SITE, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, grow
@@ -101,6 +102,35 @@ def test_deletes_of_several_callers_at_once(sample: Sample, store: Path, tmp_pat
         assert found == [204] * 4
     with open_store(url, tmp_path / "fresh") as left:
         assert not {row.id for row in left.captures()} & {*first, *second}
+
+
+def test_deletes_that_wait_keep_no_read_waiting(sample: Sample, store: Path, tmp_path: Path, s3: FaultProxy) -> None:
+    """More of them than a service has threads, and a bucket that takes no write until reads have been answered."""
+    url, few = f"s3://bucket/{new_ulid()}", sample.captures["few"]
+    push(store, url)
+    found: list[int] = []
+    with bucket(tmp_path / "b", url, *DELETES) as client:
+        s3.let_go.clear()
+        s3.fault = lambda method, path: "slow" if method == "PUT" else None
+
+        def ask() -> None:
+            with httpx.Client(base_url=client.base_url, timeout=600) as mine:
+                found.append(mine.delete(f"/v1/captures/{few}").status_code)
+
+        asking = [threading.Thread(target=ask) for _ in range(60)]
+        for thread in asking:
+            thread.start()
+        try:
+            assert until(lambda: any(method == "PUT" for method, _ in s3.seen[-5:]), 60)
+            for path in ("/v1/captures", f"/v1/captures/{few}/activations?site={SITE}&layer=1", "/v1/captures"):
+                assert client.get(path, timeout=60).status_code == 200
+            assert not found
+        finally:
+            s3.fault = lambda method, path: None
+            s3.let_go.set()
+            for thread in asking:
+                thread.join()
+    assert sorted(found) == [204] + [404] * 59
 
 
 def test_of_several_stores_the_one_that_has_it(sample: Sample, store: Path, tmp_path: Path) -> None:
