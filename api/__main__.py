@@ -80,6 +80,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def _add_bucket_options(parser: argparse.ArgumentParser) -> None:
     default = Config.__dataclass_fields__
+    parser.add_argument("--also", action="append", metavar="URL", help="read other stores too, of buckets that other "
+                        "nodes push to: s3://BUCKET/PREFIX, or s3://BUCKET/PREFIX/* for all one level below it; "
+                        "repeatable")
     parser.add_argument("--cache", type=Path, metavar="DIR", help="folder on a local disk for rows of a bucket, and "
                         "of those that were evicted to one (default: ~/.cache/vllm-tap)")
     parser.add_argument("--cache-bytes", type=int, metavar="N", help="bytes of that folder at most "
@@ -104,7 +107,7 @@ def _config(given: dict[str, Any]) -> Config:
                              "read from buckets: vllm-tap push brings them there")
     else:
         return Config(Path(), given.pop("endpoint", ""), given.pop("upstream", ()), buckets=stores, **given)
-    if "bucket_look_s" in given:
+    if "bucket_look_s" in given and "also" not in given:
         raise StartError(f"bucket_look_s = {given['bucket_look_s']!r}: taken with a bucket's URL as --store alone")
     if "endpoint" not in given:
         raise StartError("endpoint: missing; name the writer's socket, such as ipc:///tmp/vllm-tap/writer.sock, or "

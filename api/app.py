@@ -33,9 +33,9 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     no other process. With a bucket nothing but reading is served. StartError where it needs keys and has none.
     """
     names = [name for name in config.engines if name]
-    metrics = Metrics(names, bool(config.buckets))
+    metrics = Metrics(names, bool(config.buckets), bool(config.also))
     keys = None
-    for url in config.buckets:
+    for url in (*config.buckets, *config.also):
         check_bucket(url)
     if who is None and config.buckets and config.keys is None:
         who = by_address(lambda: False)
@@ -45,15 +45,18 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        bucket = None if metrics.bucket is None else FollowedBuckets(config, metrics.bucket)
+        urls = config.buckets or config.also
+        followed = None if metrics.bucket is None else FollowedBuckets(
+            urls, config, metrics.bucket, (lambda: app.state.service.local()) if config.also else None)
+        bucket, others = (followed, None) if config.buckets else (None, followed)
         app.state.service = ApiService(config, metrics, ControlChannel(config.endpoint, "api") if bucket is None else
-                                       None, Upstreams(config, metrics, transport), bucket)
+                                       None, Upstreams(config, metrics, transport), bucket, others)
         if keys is not None:
             app.state.service.quotas.of = keys.quota_bytes
         app.state.service.spawn(app.state.service.keep_tidy())
-        if bucket is not None:
-            await anyio.to_thread.run_sync(bucket.look)
-            app.state.service.spawn(bucket.follow())
+        if followed is not None:
+            await anyio.to_thread.run_sync(followed.look)
+            app.state.service.spawn(followed.follow())
         if names:
             app.state.service.spawn(app.state.service.upstreams.watch())
         try:

@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from schemas import limits
-from schemas.bucket.places import check_places
+from schemas.bucket.places import check_places, is_url
 from schemas.checks import check_name, check_port, check_seconds
 from schemas.errors import StartError, TapError
 from schemas.postgres.connection import check_catalog
@@ -53,6 +53,7 @@ class Config:
     inline_wait_s: float = 30.0  # … where it is to hold the rows
     settle_s: float = 30.0  # after this, a capture that no engine has begun is closed as failed
     buckets: Sequence[str] = ()  # URLs of stores that are read in place of the store; only reading is served then
+    also: Sequence[str] = ()  # URLs of other stores that are read beside the store
     cache: Path | None = None  # of a bucket's rows and catalogs, on a local disk; None: ~/.cache/vllm-tap
     cache_bytes: int = limits.bucket_cache_bytes
     catalog: str = field(default="", repr=False)  # of a bucket: the URL of the Postgres database that has its catalog
@@ -80,25 +81,33 @@ class Config:
         if self.buckets:
             self._check_buckets()
             return
+        if self.also:
+            self._check_urls(self.also)
         for name in ("catalog", "deletes"):
-            if getattr(self, name):
-                raise StartError(f"{name}: taken with a bucket's URL as --store alone")
+            if getattr(self, name) and not self.also:
+                raise StartError(f"{name}: taken with a bucket's URL as --store or --also alone")
         _check_engines(self.upstream)
         if not self.endpoint.startswith("ipc://"):
             raise StartError(f"endpoint = {self.endpoint!r}: valid: the writer's, such as "
                              f"ipc:///tmp/vllm-tap/writer.sock")
 
-    def _check_buckets(self) -> None:
+    def _check_urls(self, urls: Sequence[str]) -> None:
         try:
-            check_places(self.buckets)
+            check_places(urls)
         except TapError as error:
             raise StartError(str(error)) from None
-        for name in ("endpoint", "upstream", "capture_all"):
+        if folder := next((url for url in urls if not is_url(url)), ""):
+            raise StartError(f"also = {folder!r}: valid: the URL of a bucket, such as s3://BUCKET/PREFIX or "
+                             "s3://BUCKET/PREFIX/*")
+        if self.catalog:
+            check_catalog(self.catalog)
+
+    def _check_buckets(self) -> None:
+        self._check_urls(self.buckets)
+        for name in ("endpoint", "upstream", "capture_all", "also"):
             if value := getattr(self, name):
                 raise StartError(f"{name} = {value!r}: an API that reads a bucket has no writer and no engine; valid: "
                                  f"none with store = {', '.join(self.buckets)!r}")
-        if self.catalog:
-            check_catalog(self.catalog)
         if self.keys is None and not is_loopback(self.host):
             raise StartError(f"keys = None: beyond loopback (host = {self.host!r}) a bucket is read with keys alone; "
                              "name a file of keys whose names are the owners of its captures, such as the keys.json "

@@ -21,9 +21,9 @@ class Metrics:
     (PROMETHEUS_MULTIPROC_DIR), as front ends of one model server do.
     """
 
-    def __init__(self, engines: Sequence[str] = (), bucket: bool = False) -> None:
+    def __init__(self, engines: Sequence[str] = (), bucket: bool = False, also: bool = False) -> None:
         """``engines``: names of those that requests are shared out to, none where there is but one; ``bucket``: whether
-        one is read, with no writer and no engine.
+        one is read, with no writer and no engine; ``also``: whether one is read beside the writer's store.
         """
         self.registry = CollectorRegistry()
         self.requests = Counter("vllm_tap_api_requests_total", "Requests answered.",
@@ -35,7 +35,7 @@ class Metrics:
         self.slices_in_flight = Gauge("vllm_tap_api_slices_in_flight_bytes",
                                       "Bytes of memory held by slices being answered.",
                                       registry=self.registry, multiprocess_mode="livesum")
-        self.bucket = BucketMetrics(self.registry) if bucket else None
+        self.bucket = BucketMetrics(self.registry) if bucket or also else None
         if bucket:
             return
         self.captures = Counter("vllm_tap_api_captures_total", "Requests with a capture, by how they ended: answered, "

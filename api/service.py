@@ -27,7 +27,7 @@ from api.feed import Feed
 from api.metrics import Metrics
 from schemas import limits
 from schemas.bucket.reader import AnyReader
-from schemas.errors import BucketError, StoreError, TapError
+from schemas.errors import NotFoundError, StoreError, TapError
 from schemas.ids import split_capture_id
 from schemas.lru import Lru
 from schemas.read.reader import StoreReader
@@ -54,6 +54,7 @@ class ApiService:
     channel: ControlChannel | None  # None where a bucket is read
     upstreams: Upstreams
     bucket: FollowedBuckets | None = None
+    others: FollowedBuckets | None = None  # stores that are read beside this one
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
     streams: set[httpx.Response] = field(default_factory=set)  # answers being passed on
     unsettled: dict[str, str] = field(default_factory=dict)  # captures that no engine began yet → why none may
@@ -73,6 +74,7 @@ class ApiService:
     _reader: StoreReader | None = None
     _catalog: tuple[int, int] = (0, 0)  # device and inode of the file that the reader has open
     _reader_lock: threading.Lock = field(default_factory=threading.Lock)
+    others_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(_BUCKET_READS))
     # Each writes a bucket's head: only one at a time can succeed, and those that wait hold no thread.
     delete_limit: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(1))
     # A writer that does not answer holds a thread for seconds: these must not starve the readers' threads.
@@ -92,8 +94,10 @@ class ApiService:
         closes when the last request that uses it ends. Of a bucket that of its newest head; BucketError while there is
         none.
         """
-        if self.bucket is not None:
-            return self.bucket.reader()
+        return self.local() if self.bucket is None else self.bucket.reader()
+
+    def local(self) -> StoreReader:
+        """``reader`` of the store on this host."""
         with self._reader_lock:
             try:
                 found = (self.config.store / "catalog.sqlite").stat()
@@ -111,25 +115,37 @@ class ApiService:
         return await anyio.to_thread.run_sync(lambda: self._read(call), limiter=limiter)
 
     def _read(self, call: Callable[[AnyReader], T]) -> T:
-        """``call(reader)``; once more where a push has meanwhile removed what the head before named."""
-        if self.bucket is None:
-            return call(self.reader())
-        reader = self.bucket.reader()
-        seen = reader.pushes
-        try:
-            return call(reader)
-        except BucketError as error:
-            if not error.passing:
-                self.bucket.look()
-            if reader.pushes == seen:
-                raise
-        return call(self.bucket.reader())
+        return call(self.reader()) if self.bucket is None else self.bucket.read(call)
 
-    async def read_map(self, call: Callable[[AnyReader], T], owner: str) -> T:
-        """``read``, for what takes a core for a while: an owner's calls take turns before they wait for a core."""
+    async def read_capture(self, ref: str, owner: str, call: Callable[[AnyReader], T],
+                           limiter: anyio.CapacityLimiter | None = None) -> T:
+        """``read`` of the store that has a capture: this one, or else one of the others."""
+        if (others := await self.elsewhere(ref, owner)) is None:
+            return await self.read(call, limiter)
+        return await anyio.to_thread.run_sync(lambda: others.read(call), limiter=self.others_limit)
+
+    async def elsewhere(self, ref: str, owner: str) -> FollowedBuckets | None:
+        """The other stores, if one of them has a capture and this one has not. BucketError where that cannot be told.
+        """
+        others = self.others
+        if others is None or await anyio.to_thread.run_sync(lambda: _has(self.reader(), ref, owner)):
+            return None
+        found = await anyio.to_thread.run_sync(lambda: others.read(lambda reader: _has(reader, ref, owner)),
+                                               limiter=self.others_limit)
+        return others if found else None
+
+    async def read_all(self, call: Callable[[AnyReader], T]) -> T:
+        """``read`` of this store and the others as one."""
+        if (others := self.others) is None:
+            return await self.read(call)
+        return await anyio.to_thread.run_sync(lambda: others.read(call), limiter=self.others_limit)
+
+    async def read_map(self, ref: str, owner: str, call: Callable[[AnyReader], T]) -> T:
+        """``read_capture``, for what takes a core for a while: an owner's calls take turns before they wait for a core.
+        """
         turns = self.map_turns.setdefault(owner, anyio.CapacityLimiter(share(_MAPS, owner)))
         async with turns:
-            return await self.read(call, self.map_limit)
+            return await self.read_capture(ref, owner, call, self.map_limit)
 
     async def submit(self, make: Callable[[int], Record]) -> None:
         """The record, durable with the writer; raises what ``ControlChannel.submit`` raises, and 503 at a stop."""
@@ -195,8 +211,9 @@ class ApiService:
         await self.upstreams.close()
         if self.channel is not None:
             await anyio.to_thread.run_sync(self.channel.close)
-        if self.bucket is not None:
-            self.bucket.close()
+        for followed in (self.bucket, self.others):
+            if followed is not None:
+                followed.close()
         if self._reader is not None:
             self._reader.close()
 
@@ -206,6 +223,13 @@ def service_of(request: Request) -> ApiService:
     service = request.app.state.service
     assert isinstance(service, ApiService)
     return service
+
+
+def _has(reader: AnyReader, ref: str, owner: str) -> bool:
+    try:
+        return bool(reader.samples(ref, owner))
+    except NotFoundError:
+        return False
 
 
 def owner_of(request: Request) -> str:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 import anyio
 
 from api.bucket.deletes import Deletes
 from api.config import Config
+from api.errors import ApiError
 from api.metrics import BucketMetrics
 from schemas.bucket.places import prefix_of
 from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
-from schemas.errors import BucketError, StartError, StoreError, TapError
+from schemas.bucket.several import SeveralReader
+from schemas.errors import BucketError, StartError, TapError
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import CatalogUrl
+from schemas.read.reader import StoreReader
 
 __all__ = ["FollowedBuckets", "check_bucket"]
 
 log = logging.getLogger("vllm_tap.api")
+T = TypeVar("T")
 
 _UNSEEN: Final = "it was not looked at yet"
 
@@ -42,12 +47,14 @@ class FollowedBuckets:
     """The newest heads of stores in buckets that could be read; ``failed`` says why the last look at some failed, "" if
     none did.
 
-    Only a look opens a store, so no request waits for a bucket that does not answer. Safe for threads.
+    Only a look opens a store, so no request waits for a bucket that does not answer. ``local`` has the store of this
+    host, if they are read beside one. Safe for threads.
     """
 
-    def __init__(self, config: Config, metrics: BucketMetrics) -> None:
-        self.failed = _UNSEEN
-        stores = Cataloged(config.buckets, config.catalog) if config.catalog else config.buckets
+    def __init__(self, urls: Sequence[str], config: Config, metrics: BucketMetrics,
+                 local: Callable[[], StoreReader] | None = None) -> None:
+        self.failed, self._local = _UNSEEN, local
+        stores = Cataloged(urls, config.catalog) if config.catalog else urls
         self._stores = several_reader(stores, config.cache, config.cache_bytes, config.bucket_answer_s)
         self._config, self._metrics = config, metrics
         self._deletes = Deletes(config.catalog) if config.deletes else None
@@ -62,9 +69,24 @@ class FollowedBuckets:
         """The stores as of their newest heads; BucketError while none could be read yet, and from what needs one of
         several that could not.
         """
+        if self._local is not None:
+            return self._stores.beside(str(self._config.store), self._local())
         if not self._stores.stores:
             raise BucketError("open store", self.url, self.failed or _UNSEEN, "it is tried again", passing=True)
         return self._stores.alone or self._stores
+
+    def read(self, call: Callable[[AnyReader], T]) -> T:
+        """``call(reader)``; once more where a push has meanwhile removed what the head before named."""
+        reader = self.reader()
+        seen = reader.pushes
+        try:
+            return call(reader)
+        except BucketError as error:
+            if not error.passing:
+                self.look()
+            if reader.pushes == seen:
+                raise
+        return call(self.reader())
 
     def look(self) -> None:
         """Open the stores, or move on to newer heads where there are some; what fails is noted, and logged once."""
@@ -85,9 +107,10 @@ class FollowedBuckets:
         NotFoundError; ConflictError: it is on hold; BucketError and CatalogError, as of what deletes.
         """
         reader = self.reader()
-        url = reader.url if isinstance(reader, BucketReader) else self._stores.place_of(ref, owner)
+        url = reader.place_of(ref, owner) if isinstance(reader, SeveralReader) else self._stores.url
         if self._deletes is None:
-            raise StoreError("delete in", url, "this service only reads")
+            raise ApiError(403, "read_only", f"the capture is in {url}, and this service was started without --deletes"
+                           "; delete it there, or with vllm-tap rm CAPTURE --store URL")
         self._deletes.delete(url, reader.samples(ref, owner))
         self.look()
 

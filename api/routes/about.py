@@ -48,7 +48,7 @@ _LIMITS = ("attention_", "spec_", "edit", "vector", "tag_", "capture", "slice", 
     "limits": {"slice_bytes_max": 1 << 30}})))
 async def capabilities(request: Request) -> Json:
     """Sites that can be captured here and how rows can be read; ``engine`` is null until one has connected. ``bucket``
-    says which head of which bucket is read, null where it is a store.
+    says which head of which bucket is read, null where it is a store, and ``also`` the same of other stores beside it.
     """
     # Of several engines about the one that the request names, else the first that is up; ``engines`` is about all.
     service = service_of(request)
@@ -62,6 +62,7 @@ async def capabilities(request: Request) -> Json:
     return Json({
         **_can(engine, lost),
         "bucket": None if service.bucket is None else service.bucket.told(),
+        "also": None if service.others is None else service.others.told(),
         **({"engines": {each.name: {"up": not each.away, "away": each.away or None, "models": list(each.models),
                                     **_can(*found[each.name])} for each in upstreams}} if upstreams.named else {}),
         "codecs": {name: {"meaning": codec.meaning, "error": codec.error, "default": name == DEFAULT_CODEC,
@@ -221,11 +222,11 @@ async def metrics(request: Request) -> Response:
     """Prometheus text."""
     service = service_of(request)
     service.metrics.look(service.channel)
+    if (followed := service.bucket or service.others) is not None:
+        followed.tell()
     if service.bucket is None:
         service.pressure.tell()
         service.metrics.tell_pushes(await anyio.to_thread.run_sync(read_pushing, service.config.store))
-    else:
-        service.bucket.tell()
     service.upstreams.tell()
     text = await anyio.to_thread.run_sync(generate_latest, service.metrics.registry)
     return Response(text, media_type=CONTENT_TYPE_LATEST)

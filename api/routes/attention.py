@@ -113,7 +113,7 @@ async def attention(request: Request, ref: Ref, query: Annotated[AttentionQuery,
     """The ``top`` keys of each head and query of a layer, their weights, and the entropy of all weights, in nats."""
     service, owner = service_of(request), owner_of(request)
     wanted = query.accepting(request.headers.get("accept"))
-    return await service.read_map(lambda reader: _answer(request, reader, sole(reader, ref, owner), wanted), owner)
+    return await service.read_map(ref, owner, lambda reader: _answer(request, reader, sole(reader, ref, owner), wanted))
 
 
 def _answer(request: Request, reader: AnyReader, manifest: Manifest, query: AttentionQuery) -> Response:

@@ -16,6 +16,7 @@ from api.live.waiting import FINAL, poll
 from api.parameters import SITE_SCHEMA, ULID, Parameters, Ref, Route, Seconds, digits
 from api.service import owner_of, service_of
 from schemas import limits
+from schemas.bucket.reader import AnyReader
 from schemas.catalog.filters import WHEN, read_filter
 from schemas.errors import NotFoundError
 from schemas.ids import split_capture_id
@@ -68,7 +69,7 @@ async def captures(request: Request, asked: Annotated[ListParameters, Query()]) 
     """The caller's captures, newest first; ``next`` is the ``before`` of the next page, null on the last."""
     owner = owner_of(request)
     chosen = read_filter(asked.tag, asked.model, asked.site, asked.since, asked.until, asked.text)
-    rows, following = await service_of(request).read(
+    rows, following = await service_of(request).read_all(
         lambda reader: reader.page(owner, asked.status, asked.limit, asked.before, chosen))
     return Json({"object": "list", "data": [msgspec.to_builtins(row) for row in rows], "next": following})
 
@@ -85,15 +86,14 @@ async def manifest(request: Request, ref: Ref, asked: Annotated[WaitParameters, 
         reader = service.reader()
         return all(reader.capture(sample, owner).status in FINAL for sample in reader.samples(ref, owner))
 
-    def answer() -> dict[str, Any]:
-        reader = service.reader()
+    def answer(reader: AnyReader) -> dict[str, Any]:
         samples = reader.samples(ref, owner)
         return as_json(reader.manifest(ref, owner)) if len(samples) == 1 else {"id": ulid_of(samples[0]),
                                                                                "captures": samples}
 
-    if asked.wait is not None:
+    if asked.wait is not None and await service.elsewhere(ref, owner) is None:  # what is elsewhere is final
         await poll(service, final, bool, asked.timeout)
-    return Json(await service.read(lambda _: answer()))
+    return Json(await service.read_capture(ref, owner, answer))
 
 
 def ulid_of(capture: str) -> str:
@@ -114,7 +114,7 @@ def as_json(found: Manifest) -> dict[str, Any]:
 async def delete(request: Request, ref: Ref) -> Response:
     """Hides a capture (with all its samples) for good, and lets its bytes go; 409 while it is held."""
     service, owner = service_of(request), owner_of(request)
-    if (bucket := service.bucket) is not None:
+    if (bucket := service.bucket or await service.elsewhere(ref, owner)) is not None:
         await anyio.to_thread.run_sync(lambda: bucket.delete(ref, owner), limiter=service.delete_limit)
         return Response(status_code=204)
     target, last = await service.read(lambda reader: reader.target(ref, owner))

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from api.description import DONE
+from api.errors import ApiError
 from api.live.waiting import poll
 from api.parameters import Ref
 from api.service import owner_of, service_of
@@ -28,6 +29,8 @@ async def release(request: Request, ref: Ref) -> Response:
 
 async def _set(request: Request, ref: str, on: bool) -> Response:
     service, owner = service_of(request), owner_of(request)
+    if await service.elsewhere(ref, owner) is not None:
+        raise ApiError(403, "read_only", f"capture {ref} is in another node's store; hold and release it there")
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Hold(seq=seq, capture=target, on=on))
     await poll(service, lambda: service.reader().capture(last, owner).hold is on, bool, service.config.submit_s)

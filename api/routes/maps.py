@@ -97,7 +97,7 @@ async def tokens(request: Request, ref: Ref, query: Annotated[RangeParameters, Q
         more = _tokens_of_rows(reader, found, max(query.start, len(known)), last)
         return found, _speaker(service, reader, found), known[query.start : last] + more
 
-    found, upstream, ids = await service.read(read)
+    found, upstream, ids = await service.read_capture(ref, owner, read)
     told: list[str | None] = [None] * len(ids)
     if upstream is not None:
         told = await texts(service, upstream, found.engine["tokenizer"], ids)
@@ -148,7 +148,7 @@ async def _answer(request: Request, ref: str, query: MapParameters | ProjectionP
         asked = MapRequest(shown, against, site, layers, start, stop, query.measure, position)
         return _json(asked, cells(reader, owner, asked, direction))
 
-    return Json(await service.read_map(read, owner))
+    return Json(await service.read_map(ref, owner, read))
 
 
 def _chosen(manifest: Manifest, query: SiteQuery) -> tuple[str, list[int]]:

@@ -42,20 +42,20 @@ _ANSWERS: Final = {**answers(_CONTENT, 400, 404, 406, 413, 416, 504),
              description="What GET would answer, without its body: size, ETag, rows, what is missing.")
 async def activations(request: Request, ref: Ref, asked: Annotated[SliceQuery, Query()]) -> Response:
     """A slice; what is missing is named in X-Tap-Missing and never filled in."""
-    service, query = service_of(request), asked.accepting(request.headers.get("accept"))
+    service, owner, query = service_of(request), owner_of(request), asked.accepting(request.headers.get("accept"))
 
     def look() -> tuple[Manifest, bool]:
-        manifest = sole(service.reader(), ref, owner_of(request))
+        manifest = sole(service.reader(), ref, owner)
         return manifest, manifest.status in FINAL or _rows_there(manifest, query)
 
-    if query.wait:
+    if query.wait and await service.elsewhere(ref, owner) is None:  # what is elsewhere is final
         manifest, there = await poll(service, look, lambda found: found[1], query.timeout)
         if not there:
             raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout:g} s; "
                            "ask again, or without wait to get the rows that are there")
     # All in one go, since each turn of a thread takes as long as reading a page of rows.
-    return await service.read(
-        lambda reader: _answer(request, reader, sole(reader, ref, owner_of(request)), query), service.slice_limit)
+    return await service.read_capture(
+        ref, owner, lambda reader: _answer(request, reader, sole(reader, ref, owner), query), service.slice_limit)
 
 
 def _rows_there(manifest: Manifest, query: SliceQuery) -> bool:

@@ -41,7 +41,8 @@ async def zarr_key(request: Request, ref: Ref, key: _Key) -> Response:
     Zarr would take that for fill values. So 410, not 404, answers for chunks of a capture that is deleted.
     """
     service = service_of(request)
-    return await service.read(lambda reader: _answer(request, reader, ref, key), service.slice_limit)
+    return await service.read_capture(ref, owner_of(request), lambda reader: _answer(request, reader, ref, key),
+                                      service.slice_limit)
 
 
 def _answer(request: Request, reader: AnyReader, ref: str, key: str) -> Response:

@@ -211,6 +211,18 @@ class SeveralReader(Unfollowed, Generic[R]):
         self._stores = {**self._stores, name: reader}
         return True
 
+    def beside(self, place: str, reader: R) -> Self:
+        """These stores and another one, which stays its owner's to close, for what is read now. Where one of these is
+        the same store, or a copy of it, the other one is read. Places where nothing was pushed yet have no captures.
+        """
+        made = copy.copy(self)
+        made._places = [place, *self._places]
+        made._stores = {place: reader, **{name: each for name, each in self._stores.items()
+                                          if each.uuid != reader.uuid}}
+        made.failed = {at: error for at, error in self.failed.items()
+                       if not (isinstance(error, NoHeadError) and at in self._places)}
+        return made
+
     # ── which of them has a capture ─────────────────────────────────────────────────────────────────────────────
 
     def home(self, ref: str, owner: str | None = None) -> R:

@@ -94,6 +94,9 @@ def serve(
     local_bytes: Annotated[str | None, typer.Option(metavar="N", help=(
         "Let rows that the bucket has leave this disk, the least recently read first, while they take more, such as "
         "500GB (default: they stay)."))] = None,
+    also: Annotated[list[str] | None, typer.Option(metavar="URL", help=(
+        "Read the stores of other nodes too: s3://BUCKET/PREFIX, or s3://BUCKET/PREFIX/* for all one level below it; "
+        "repeatable."))] = None,
     catalog: Annotated[str | None, typer.Option(metavar="URL", help=(
         "Bring the bucket's catalog to a Postgres database too, postgresql://USER@HOST/DATABASE."))] = None,
     keys: Keys = None,
@@ -164,7 +167,7 @@ def serve(
         probes=parse_probes(probe or (), "--probe"),
         edits=EditArms(edit, edit_depth, edit_rows, parse_probes(vector or (), "--vector", "vector")),
         bucket=bucket_url or "", push_every_s=parse_age(push_every, "--push-every"),
-        local_bytes=_size(local_bytes, "--local-bytes"), catalog=catalog or "",
+        local_bytes=_size(local_bytes, "--local-bytes"), catalog=catalog or "", also=also or (),
     )))
 
 

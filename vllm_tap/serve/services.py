@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -77,6 +77,7 @@ class ServeConfig:
     bucket: str = ""  # the URL that the store is pushed to, "" for none
     push_every_s: float = 60.0
     catalog: str = field(default="", repr=False)  # the URL of the Postgres database that gets its catalog too
+    also: Sequence[str] = ()  # URLs of other nodes' stores, which the API reads too
     local_bytes: int | None = None  # rows that the bucket has leave the disk until rows take no more than this
 
     def __post_init__(self) -> None:
@@ -113,6 +114,10 @@ class ServeConfig:
         KeyFile(keys_file(self.store, self.keys), needed=self.keys is not None or not is_loopback(self.host))
 
     def _check_bucket(self) -> None:
+        for url in self.also:
+            if not is_url(url):
+                raise StartError(f"--also = {url!r}: valid: the URL of a bucket, as in s3://BUCKET/PREFIX or "
+                                 "s3://BUCKET/PREFIX/*")
         check_positive("--local-bytes", self.local_bytes)
         if not self.bucket:
             if self.local_bytes is not None:
@@ -257,7 +262,8 @@ def services(config: ServeConfig, socket_dir: Path) -> list[ServiceCommand]:
         (*_module("api"), "--store", str(store), "--endpoint", endpoint, "--upstream", upstream,
          "--host", config.host, "--port", str(config.port),
          *(("--keys", str(config.keys.absolute())) if config.keys else ()),
-         *(("--capture-all", config.capture_all) if config.capture_all else ())),
+         *(("--capture-all", config.capture_all) if config.capture_all else ()),
+         *(word for url in config.also for word in ("--also", url))),
         common,
         ready_line="api ready",
         ready_url=f"{config.url}/healthz",

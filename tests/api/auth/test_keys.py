@@ -214,9 +214,9 @@ def test_no_key_takes_all_that_they_share(stack: Stack) -> None:
         assert not refused(lambda: SliceMemory(service, "bob", 400))
         huge.release()
         done = threading.Event()
-        slow = [asyncio.create_task(service.read_map(lambda _: done.wait(10), "alice")) for _ in range(8)]
+        slow = [asyncio.create_task(service.read_map("a", "alice", lambda _: done.wait(10))) for _ in range(8)]
         await asyncio.sleep(0.1)
-        assert await asyncio.wait_for(service.read_map(lambda _: "his", "bob"), 5) == "his"
+        assert await asyncio.wait_for(service.read_map("b", "bob", lambda _: "his"), 5) == "his"
         done.set()
         assert all(await asyncio.gather(*slow))
         await service.close()

@@ -501,7 +501,7 @@ def test_with_one_nothing_is_told_of_engines(tmp_path: Path) -> None:
         assert stack.http.get("/readyz").json() == {
             "status": "ready", "checks": {"writer": "ok", "engine": "ok", "upstream": "ok"}}
         about = stack.http.get("/v1/capabilities").json()
-        assert list(about) == ["engine", "lost_ranks", "armed", "probes", "edits", "bucket", "codecs", "store",
+        assert list(about) == ["engine", "lost_ranks", "armed", "probes", "edits", "bucket", "also", "codecs", "store",
                                "formats", "dtypes", "limits", "versions"]
         assert "name" not in about["engine"]
         body = b'{"model":  "unknown", "prompt": "x"}'  # whose models are its own business

@@ -305,6 +305,7 @@ def test_session_members_sees_processes_and_not_zombies() -> None:
     ({"bucket": "ftp://bucket/prefix"}, ["--bucket", "ftp://bucket/prefix"]),
     ({"bucket": "file:///tmp/b", "push_every_s": 0.5}, ["--push-every", "0.5", "1s to 1d"]),
     ({"local_bytes": 5}, ["--local-bytes", "5", "--bucket"]),
+    ({"also": ["captures"]}, ["--also", "captures", "s3://BUCKET/PREFIX"]),
     ({"catalog": "postgresql://a/b"}, ["--catalog", "--bucket"]),
     ({"bucket": "file:///tmp/b", "catalog": "mysql://a/b"}, ["catalog = ", "postgresql://USER@HOST"]),
     ({"bucket": "file:///tmp/b", "local_bytes": 0}, ["--local-bytes", "0"]),
@@ -344,6 +345,8 @@ def test_a_bucket_adds_pushes_of_the_stores_folder(tmp_path: Path) -> None:
     assert push.command[-7:] == ("push", str(tmp_path), "file:///tmp/a bucket", "--every", "90.000s", "--local-bytes",
                                  "7")
     *_, cataloged = services(replace(config, catalog="postgresql://a@b/c"), tmp_path)
+    *_, api = services(replace(config, bucket="", local_bytes=None, also=["s3://b/*", "s3://c"]), tmp_path)
+    assert api.command[-4:] == ("--also", "s3://b/*", "--also", "s3://c")
     assert cataloged.command[-2:] == ("--catalog", "postgresql://a@b/c") and "postgresql" not in repr(config)
     assert [one.name for one in services(replace(config, bucket="", local_bytes=None), tmp_path)] == [
         "writer", "engine", "api"]

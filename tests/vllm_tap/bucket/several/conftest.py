@@ -81,3 +81,11 @@ def places(nodes: Nodes, url: str) -> list[str]:
     for name in "bc":
         push(nodes.stores[name], f"{url}/node-{name}")
     return [str(nodes.stores["a"]), *(f"{url}/node-{name}" for name in "bc")]
+
+
+@pytest.fixture
+def pushed(nodes: Nodes, url: str) -> list[str]:
+    """Where all three nodes were pushed to, below ``url``."""
+    for name, store in nodes.stores.items():
+        push(store, f"{url}/node-{name}")
+    return [f"{url}/node-{name}" for name in nodes.stores]

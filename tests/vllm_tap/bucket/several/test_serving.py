@@ -19,14 +19,6 @@ from tests.vllm_tap.bucket.several.conftest import BEGAN_MS, Nodes, fill
 from vllm_tap.bucket.push import push
 
 
-@pytest.fixture
-def pushed(nodes: Nodes, url: str) -> list[str]:
-    """Where all three nodes were pushed to, below ``url``."""
-    for name, store in nodes.stores.items():
-        push(store, f"{url}/node-{name}")
-    return [f"{url}/node-{name}" for name in nodes.stores]
-
-
 def more(folder: Path, *urls: str) -> list[str]:
     return ["--cache", str(folder / "cache"), *(flag for url in urls for flag in ("--store", url))]
 
