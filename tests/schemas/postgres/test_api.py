@@ -73,7 +73,7 @@ def test_what_is_pushed_two_services_show(sample: Sample, store: Path, tmp_path:
 
 def test_flags_that_do_not_belong_together(store: Path, catalog: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--store", str(store), "--endpoint", "ipc:///tmp/x", "--catalog", catalog]) == 2
-    assert "catalog: taken with a bucket's URL as --store alone" in capsys.readouterr().err
+    assert "catalog: taken with a bucket's URL as --store or --also alone" in capsys.readouterr().err
     assert main(["--store", "s3://b/p", "--catalog", f"mysql://u:{PASSWORD}@h/d"]) == 2
     said = capsys.readouterr().err
     assert "valid: postgresql://USER@HOST/DATABASE" in said and PASSWORD not in said

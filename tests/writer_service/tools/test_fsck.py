@@ -7,12 +7,14 @@ import shutil
 import signal
 import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from schemas.catalog.records import connect_read
 from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
@@ -34,6 +36,13 @@ class Sample:
     two: str
 
 
+def cataloged(store: Path, segment: int) -> int:
+    """Frames of a segment that the catalog has."""
+    with closing(connect_read(store / "catalog.sqlite")) as db:
+        count: int = db.execute("SELECT count(*) FROM frames WHERE segment = ?", (segment,)).fetchone()[0]
+        return count
+
+
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
     made = Sample(tmp_path_factory.mktemp("fsck") / "store", new_ulid(), new_ulid())
@@ -47,6 +56,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Sample:
         engine.frame([(made.two, 2, range(3))])
         engine.frame([(made.two, 2, range(3, 5))])
         engine.wait()
+        assert until(lambda: cataloged(made.store, 2) == 2)  # which follows what is acknowledged
         writer.process.send_signal(signal.SIGSTOP)  # however long this takes, it seals nothing more
         assert fsck(made.store).bad == []  # beside a writer that runs
         writer.kill()
