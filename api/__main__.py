@@ -108,7 +108,8 @@ def _config(given: dict[str, Any]) -> Config:
     else:
         return Config(Path(), given.pop("endpoint", ""), given.pop("upstream", ()), buckets=stores, **given)
     if "bucket_look_s" in given and "also" not in given:
-        raise StartError(f"bucket_look_s = {given['bucket_look_s']!r}: taken with a bucket's URL as --store alone")
+        raise StartError(f"bucket_look_s = {given['bucket_look_s']!r}: taken with a bucket's URL as --store or "
+                         "--also alone")
     if "endpoint" not in given:
         raise StartError("endpoint: missing; name the writer's socket, such as ipc:///tmp/vllm-tap/writer.sock, or "
                          "give the URL of a bucket as --store")

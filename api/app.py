@@ -35,8 +35,9 @@ def create_app(config: Config, who: Who | None = None, transport: httpx.AsyncBas
     names = [name for name in config.engines if name]
     metrics = Metrics(names, bool(config.buckets), bool(config.also))
     keys = None
-    for url in (*config.buckets, *config.also):
-        check_bucket(url)
+    for setting, urls in (("store", config.buckets), ("also", config.also)):
+        for url in urls:
+            check_bucket(setting, url)
     if who is None and config.buckets and config.keys is None:
         who = by_address(lambda: False)
     elif who is None:

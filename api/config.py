@@ -11,7 +11,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from schemas import limits
-from schemas.bucket.places import check_places, is_url
+from schemas.bucket.places import check_places
 from schemas.checks import check_name, check_port, check_seconds
 from schemas.errors import StartError, TapError
 from schemas.postgres.connection import check_catalog
@@ -96,9 +96,6 @@ class Config:
             check_places(urls)
         except TapError as error:
             raise StartError(str(error)) from None
-        if folder := next((url for url in urls if not is_url(url)), ""):
-            raise StartError(f"also = {folder!r}: valid: the URL of a bucket, such as s3://BUCKET/PREFIX or "
-                             "s3://BUCKET/PREFIX/*")
         if self.catalog:
             check_catalog(self.catalog)
 

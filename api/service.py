@@ -114,15 +114,16 @@ class ApiService:
         """``call(reader)`` in a thread, since reading blocks."""
         return await anyio.to_thread.run_sync(lambda: self._read(call), limiter=limiter)
 
-    def _read(self, call: Callable[[AnyReader], T]) -> T:
-        return call(self.reader()) if self.bucket is None else self.bucket.read(call)
+    def _read(self, call: Callable[[AnyReader], T], others: FollowedBuckets | None = None) -> T:
+        followed = others or self.bucket
+        return call(self.reader()) if followed is None else followed.read(call)
 
     async def read_capture(self, ref: str, owner: str, call: Callable[[AnyReader], T],
                            limiter: anyio.CapacityLimiter | None = None) -> T:
         """``read`` of the store that has a capture: this one, or else one of the others."""
-        if (others := await self.elsewhere(ref, owner)) is None:
-            return await self.read(call, limiter)
-        return await anyio.to_thread.run_sync(lambda: others.read(call), limiter=self.others_limit)
+        others = await self.elsewhere(ref, owner)
+        return await anyio.to_thread.run_sync(lambda: self._read(call, others),
+                                              limiter=limiter if others is None else self.others_limit)
 
     async def elsewhere(self, ref: str, owner: str) -> FollowedBuckets | None:
         """The other stores, if one of them has a capture and this one has not. BucketError where that cannot be told.
@@ -136,16 +137,17 @@ class ApiService:
 
     async def read_all(self, call: Callable[[AnyReader], T]) -> T:
         """``read`` of this store and the others as one."""
-        if (others := self.others) is None:
-            return await self.read(call)
-        return await anyio.to_thread.run_sync(lambda: others.read(call), limiter=self.others_limit)
+        return await anyio.to_thread.run_sync(lambda: self._read(call, self.others),
+                                              limiter=None if self.others is None else self.others_limit)
 
     async def read_map(self, ref: str, owner: str, call: Callable[[AnyReader], T]) -> T:
-        """``read_capture``, for what takes a core for a while: an owner's calls take turns before they wait for a core.
+        """``read_capture``, for what takes a core for a while, wherever its rows are: an owner's calls take turns
+        before they wait for a core.
         """
         turns = self.map_turns.setdefault(owner, anyio.CapacityLimiter(share(_MAPS, owner)))
         async with turns:
-            return await self.read_capture(ref, owner, call, self.map_limit)
+            others = await self.elsewhere(ref, owner)
+            return await anyio.to_thread.run_sync(lambda: self._read(call, others), limiter=self.map_limit)
 
     async def submit(self, make: Callable[[int], Record]) -> None:
         """The record, durable with the writer; raises what ``ControlChannel.submit`` raises, and 503 at a stop."""

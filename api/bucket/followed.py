@@ -14,7 +14,7 @@ from api.bucket.deletes import Deletes
 from api.config import Config
 from api.errors import ApiError
 from api.metrics import BucketMetrics
-from schemas.bucket.places import prefix_of
+from schemas.bucket.places import is_url, prefix_of
 from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
 from schemas.bucket.several import SeveralReader
 from schemas.errors import BucketError, StartError, TapError
@@ -30,17 +30,19 @@ T = TypeVar("T")
 _UNSEEN: Final = "it was not looked at yet"
 
 
-def check_bucket(url: str) -> None:
-    """StartError where a URL cannot name a bucket, or the client of buckets is not installed; nothing is asked.
-
-    A folder may come later.
+def check_bucket(setting: str, url: str) -> None:
+    """StartError where a setting's URL cannot name a bucket, or the client of buckets is not installed; nothing is
+    asked. A folder may come later.
     """
+    if not is_url(url):
+        raise StartError(f"{setting} = {url!r}: valid: the URL of a bucket, such as s3://BUCKET/PREFIX or "
+                         "s3://BUCKET/PREFIX/*")
     if url.startswith("file://"):
         return
     try:
         Objects(prefix_of(url) or url.partition("#")[0]).close()
     except TapError as error:
-        raise StartError(f"store = {url!r}: {error}") from None
+        raise StartError(f"{setting} = {url!r}: {error}") from None
 
 
 class FollowedBuckets:

@@ -19,6 +19,7 @@ __all__ = ["Nodes", "install", "uninstall"]
 
 logger = logging.getLogger("vllm.tap")
 
+_told = False
 _IDLE_MAX: Final = 32  # replays with nodes that nobody needs: to turn one off takes 3 µs, and the next launch 50 more
 
 
@@ -54,16 +55,17 @@ class Nodes:
 
 def install(editor: Editor) -> None:
     """Have the graphs that this process captures from now on follow the editor, where torch hands out its graphs."""
-    plain: Any = torch.cuda.graphs.CUDAGraph
-    if not (editor.tables.programs.is_cuda and hasattr(plain, "raw_cuda_graph_exec")):
+    before: Any = torch.cuda.CUDAGraph
+    if not (editor.tables.programs.is_cuda and hasattr(before, "raw_cuda_graph_exec")):
         return
     from engine_side.kernels import edits
 
     places = {one.data_ptr(): 1 << number for number, one in enumerate(editor.tables.counts[:-1])}
 
-    class Graph(plain):  # type: ignore[misc]
-        """A CUDA graph whose idle edits are turned off."""
+    class Graph(before):  # type: ignore[misc]
+        """A CUDA graph whose idle edits are turned off. ``plain``: the class that it stands in for."""
 
+        plain = before
         nodes: Nodes | None = None  # None where nothing is turned off
 
         def __init__(self, keep_graph: bool = False) -> None:
@@ -98,10 +100,14 @@ def install(editor: Editor) -> None:
 
 
 def uninstall() -> None:
-    """Have graphs captured by torch's own class again."""
-    torch.cuda.CUDAGraph = torch.cuda.graphs.CUDAGraph
+    """Have graphs captured by the class that was there before ``install``, if that was called."""
+    torch.cuda.CUDAGraph = getattr(torch.cuda.CUDAGraph, "plain", torch.cuda.CUDAGraph)
 
 
 def _leave_on() -> None:
-    logger.exception("vllm-tap: turning the nodes of idle edits off in a CUDA graph failed; they stay on, which is "
-                     "slower, and edits are made as before")
+    """Tell of a graph whose nodes stay on; logged once, not for each of many graphs."""
+    global _told
+    if not _told:
+        _told = True
+        logger.exception("vllm-tap: turning the nodes of idle edits off in a CUDA graph failed; they stay on, which is "
+                         "slower, and edits are made as before (logged once)")

@@ -31,14 +31,14 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
     bucket with something else.
     """
     seen: State | None = None
-    wrong, going = "", Pushing(url, every_s)
+    going = Pushing(url, every_s)
     try:
         check_head(store, url)
     except BucketError as error:
         if not error.passing:
             raise
         told(error)
-        wrong = str(error)
+        going = Pushing(url, every_s, failed=str(error))
     told(None)
     while True:
         is_last, begun_ms = stop.is_set(), time.time_ns() // 1_000_000
@@ -49,12 +49,11 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
                 seen = state  # of before it: its own head is news too, and so is what it did not see any more
                 if done.changed:
                     told(done)
-            wrong, going = "", Pushing(url, every_s, begun_ms)
+            going = Pushing(url, every_s, begun_ms)
         except (TapError, OSError, sqlite3.Error) as error:
-            if str(error) != wrong:
+            if str(error) != going.failed:
                 told(error)
-            wrong = str(error)
-            going = Pushing(url, every_s, going.pushed_ms, wrong)
+            going = Pushing(url, every_s, going.pushed_ms, str(error))
         with suppress(OSError):  # a disk that is full is the writer's to tell
             if is_last:
                 forget_pushing(store)

@@ -15,6 +15,7 @@ from typing import Final
 import xxhash
 
 from api.auth.keys import KeyFile
+from api.bucket.followed import check_bucket
 from api.config import is_loopback, keys_file
 from schemas.bucket.places import is_url, prefix_of
 from schemas.checks import (
@@ -29,9 +30,8 @@ from schemas.checks import (
     parse_arm,
 )
 from schemas.edits.arms import EditArms
-from schemas.errors import StartError, TapError
+from schemas.errors import StartError
 from schemas.legacy import SITE
-from schemas.objects.objects import Objects
 from schemas.postgres.connection import check_catalog
 from schemas.probes import Registered, load_probe, probes_text
 from schemas.sites import layers_by_site
@@ -115,9 +115,7 @@ class ServeConfig:
 
     def _check_bucket(self) -> None:
         for url in self.also:
-            if not is_url(url):
-                raise StartError(f"--also = {url!r}: valid: the URL of a bucket, as in s3://BUCKET/PREFIX or "
-                                 "s3://BUCKET/PREFIX/*")
+            check_bucket("--also", url)
         check_positive("--local-bytes", self.local_bytes)
         if not self.bucket:
             if self.local_bytes is not None:
@@ -135,11 +133,7 @@ class ServeConfig:
         if not is_url(self.bucket) or prefix_of(self.bucket) is not None or "#" in self.bucket:
             raise StartError(f"--bucket = {self.bucket!r}: valid: one prefix, as in s3://BUCKET/PREFIX, gs://…, az://… "
                              "or a folder as file:///PATH")
-        try:
-            Objects(self.bucket).close()
-        except TapError as error:
-            if not self.bucket.startswith("file://"):  # the folder may come with the first push
-                raise StartError(f"--bucket = {self.bucket!r}: {error}") from None
+        check_bucket("--bucket", self.bucket)
         if self.catalog:
             check_catalog(self.catalog)
 

@@ -122,7 +122,7 @@ def test_a_bucket_that_is_away_costs_no_capture_of_this_node(nodes: Nodes, pushe
 @pytest.mark.parametrize(("given", "says"), [
     (["--store", "s3://b/p", "--also", "s3://b/q"], "also = ['s3://b/q']: an API that reads a bucket"),
     (["--store", "folder", "--endpoint", "ipc:///x", "--also", "other"], "also = 'other': valid: the URL"),
-    (["--store", "folder", "--endpoint", "ipc:///x", "--also", "nothing://b"], "store = 'nothing://b'"),
+    (["--store", "folder", "--endpoint", "ipc:///x", "--also", "nothing://b"], "also = 'nothing://b'"),
 ])
 def test_what_does_not_belong_together_does_not_start(given: list[str], says: str, capsys: pytest.CaptureFixture[str]
                                                       ) -> None:
