@@ -56,6 +56,7 @@ from schemas.spec import Armed
 from schemas.wire.messages import Editable, EngineInfo, Proved
 
 logger = logging.getLogger("vllm.tap")
+_WHOLE, _WINDOW = "full_attention", "sliding_attention"  # kinds of layers, as configurations name them
 _PIECEWISE: Final = ("set cudagraph_mode to PIECEWISE "
                      """(--compilation-config '{"cudagraph_mode": "PIECEWISE"}')""")
 
@@ -338,11 +339,16 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
     if parallel.data_parallel_size > 1:
         raise StartError(f"{start} with data_parallel_size={parallel.data_parallel_size}: they are not tested "
                          "together; set one of them to 1")
-    kinds = set(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ())
-    if on_gpu and len(kinds) > 1 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
-        raise StartError(f"{start}: vLLM's own answers are wrong there at times for layers of several kinds "
-                         f"({', '.join(sorted(kinds))}), if a CUDA graph holds a whole step (seen with vLLM 0.26, "
-                         f"without taps too); {_PIECEWISE}, which is right")
+    kinds = list(getattr(vllm_config.model_config.hf_text_config, "layer_types", None) or ())
+    if on_gpu and len(set(kinds)) > 1 and vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        for stage in stages_of(vllm_config):
+            here = set(kinds[stage.start : stage.stop])
+            if not {_WHOLE} <= here <= {_WHOLE, _WINDOW}:
+                raise StartError(f"{start}: stage {stage.number} has layers {stage.start} to {stage.stop - 1} "
+                                 f"({', '.join(sorted(here))}). vLLM's own answers are wrong at times if all layers of "
+                                 "a stage have a window and a CUDA graph holds a whole step (seen with vLLM 0.26, "
+                                 f"without taps too); {_PIECEWISE}, which is right, or deal the layers out otherwise "
+                                 f"(VLLM_PP_LAYER_PARTITION), so that each stage has one of {_WHOLE}")
 
 
 def _check_shared(plan: ArmingPlan, ranks: int) -> None:

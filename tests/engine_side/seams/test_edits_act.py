@@ -270,7 +270,10 @@ def test_what_a_router_says_is_refused_where_it_sees_other_rows(site: str, more:
     ({"lora_config": object(), "device": "cpu"}, "vLLM's CPU build ends with adapters .* leave enable_lora out"),
     ({"lora_config": object(), "edit": ("resid_post",)}, "edits beside adapters .* leave enable_lora out"),
     ({"kinds": ["full_attention", "sliding_attention"]},
-     r"layers of several kinds \(full_attention, sliding_attention\).* set cudagraph_mode to PIECEWISE"),
+     r"stage 1 has layers 1 to 1 \(sliding_attention\).* set cudagraph_mode to PIECEWISE"),
+    ({"kinds": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]},
+     r"stage 0 has layers 0 to 1 \(sliding_attention\)"),
+    ({"kinds": ["full_attention", "linear_attention"] * 2}, r"layers 0 to 1 \(full_attention, linear_attention\)"),
     ({"data_parallel_size": 2}, "with data_parallel_size=2: .* set one of them to 1"),
 ])
 def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[str, Any], said: str) -> None:
@@ -283,7 +286,8 @@ def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[st
         _check_parallel(plan, SimpleNamespace(
             cache_config=None, parallel_config=parallel, speculative_config=more.get("speculative_config"),
             lora_config=more.get("lora_config"), device_config=SimpleNamespace(device_type=more.get("device", "cuda")),
-            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(layer_types=more.get("kinds"))),
+            model_config=SimpleNamespace(hf_text_config=SimpleNamespace(layer_types=more.get("kinds")),
+                                         get_total_num_hidden_layers=lambda: len(more["kinds"])),
             compilation_config=SimpleNamespace(
                 pass_config=SimpleNamespace(),
                 cudagraph_mode=CUDAGraphMode[more.get("graphs", "FULL_AND_PIECEWISE")])))
@@ -292,6 +296,8 @@ def test_what_was_not_shown_on_the_stages_of_a_pipeline_is_refused(more: dict[st
     start(edit=("resid_post",))
     start(lora_config=object())
     start(kinds=["full_attention", "full_attention"])
+    start(kinds=["full_attention", "sliding_attention"] * 2)
+    start(kinds=["sliding_attention", "full_attention", "full_attention", "full_attention"])
     start(kinds=["full_attention", "sliding_attention"], device="cpu")
     start(kinds=["full_attention", "sliding_attention"], graphs="PIECEWISE")
     with pytest.raises(StartError, match=f"pipeline_parallel_size=2.* {said}"):

@@ -70,6 +70,7 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 OF_RANKS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, two K/V heads": ("qwen3", {"num_hidden_layers": 4}),
     "qwen3, one K/V head": ("qwen3", {"num_hidden_layers": 4, "num_key_value_heads": 1}),
+    "gemma2, both kinds on each stage": ("gemma2", {"num_hidden_layers": 4}),
 }
 
 RECIPE = 1  # part of the cache key: raise it whenever the same configuration would give other weights
