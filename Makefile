@@ -121,6 +121,8 @@ bench-gpu: $(STAMP)  ## on an NVIDIA GPU: the tests that need one, the kernels, 
 	    --scenarios 'base, another process+idle+one layer+one layer armed, idle+one layer armed, captured'
 	$(PY) -m bench --shape 3b --name 3b-edit --loads hook-gathered --engines base,layer,edit,edit-all --pairs 3 \
 	    --rounds 1 --iterations 20
+	$(PY) -m bench.step_graph --engine edit
+	$(PY) -m bench.step_graph --engine edit-all
 	$(PY) -m bench --shape 3b --engines base,sites --pairs 3 --rounds 2 --iterations 10
 	$(PY) -m bench --shape 3b --engines base,tap,disk,eager,builtin,hooks --rounds 3 --iterations 5 --scenarios \
 	    'every 4th layer+int8b64+raw16+fp8row+nf4b64+topk+rp8+sketch+int8b64, disk+raw16, disk+base, eager+eager, hooks and .cpu()+vLLM extract_hidden_states'

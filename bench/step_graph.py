@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--shape", default="3b")
     parser.add_argument("--engine", default="edit-all", choices=[name for name, each in ENGINES.items()
                                                                  if each.arm and not each.eager])
-    parser.add_argument("--rounds", type=int, default=5, help="visits to each scenario")
-    parser.add_argument("--samples", type=int, default=40, help=f"pairs of {_REPLAYS} replays in each visit")
+    parser.add_argument("--rounds", type=int, default=6, help="visits to each scenario")
+    parser.add_argument("--samples", type=int, default=12, help=f"pairs of {_REPLAYS} replays in each visit")
     args = parser.parse_args()
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="vllm-tap-bench-") as place, \
@@ -113,12 +113,17 @@ def _compare(base: _Standing, tapped: _Standing, rounds: int, samples: int) -> N
                 took[name].append((with_taps, (before + after) / 2))
                 ratios[name].append(with_taps / (before + after) * 2)
             tapped.end()
-    for name in scenarios:
-        low, middle, high = statistics.quantiles(ratios[name], n=4)
+        _print(ratios, took)
+
+
+def _print(ratios: dict[str, list[float]], took: dict[str, list[tuple[float, float]]]) -> None:
+    """Print all that was measured so far; the last lines are the result."""
+    for name, found in ratios.items():
+        low, middle, high = statistics.quantiles(found, n=4)
         print(json.dumps({"scenario": name, "us": round(statistics.median(us for us, _ in took[name]), 1),
                           "base_us": round(statistics.median(us for _, us in took[name]), 1),
                           "ratio": round(middle, 4), "quartiles": [round(low, 4), round(high, 4)],
-                          "pairs": len(ratios[name])}), flush=True)
+                          "pairs": len(found)}), flush=True)
 
 
 def _microseconds(replay: Callable[[], None]) -> float:

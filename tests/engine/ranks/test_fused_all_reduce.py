@@ -1,0 +1,81 @@
+"""vLLM's fused kernels of an all-reduce and a norm on two GPUs, counted with and without taps. Needs FlashInfer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.shapes import SHAPES, make_model
+from engine_side.plugin import register
+from schemas.read.reader import StoreReader
+from tests.support.engines.engines import ON_GPU, in_this_process, shut_down
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.skipif(
+    not ON_GPU or torch.cuda.device_count() < 2 or find_spec("flashinfer") is None,
+    reason="NOT RUN: needs two GPUs and FlashInfer")]
+PLACES = 2 * SHAPES["small"].layers + 1  # behind the embedding, each attention and each MLP
+_running: list[Any] = []
+
+
+def watch(worker: Any) -> None:
+    """Note the kernels that a rank runs from now on."""
+    torch.cuda.synchronize()
+    _running.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]))
+    _running[0].start()
+
+
+def seen(worker: Any) -> dict[str, int]:
+    """All-reduces since then, fused with a norm and plain."""
+    torch.cuda.synchronize()
+    profile = _running.pop()
+    profile.stop()
+    names: Counter[str] = Counter()
+    for each in profile.key_averages():
+        if "allreduce_fusion_kernel" in each.key:
+            names["fused"] += each.count
+        elif "cross_device_reduce" in each.key or "ncclDevKernel_AllReduce" in each.key:
+            names["plain"] += each.count
+    return dict(names)
+
+
+@pytest.mark.parametrize(("arm", "edit", "ended"), [
+    pytest.param("", "", {}, id="no taps"),
+    pytest.param("embed,resid_pre.0,resid_mid", "", {}, id="sums of norms"),
+    pytest.param("resid_post.1,attn_out.3,mlp_out.5", "resid_mid.7",
+                 {"resid_post": 1, "attn_out": 1, "mlp_out": 1, "resid_mid": 1}, id="four that end one each")])
+def test_fused_kernels(arm: str, edit: str, ended: dict[str, int], tmp_path: Path, reader: StoreReader,
+                       monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    from vllm import LLM, SamplingParams
+
+    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+    if arm:
+        monkeypatch.setenv("VLLM_TAP_ARM", arm)
+        monkeypatch.setenv("VLLM_TAP_EDIT", edit)
+        register()
+    else:
+        monkeypatch.delenv("VLLM_TAP_ENDPOINT")
+    with in_this_process(False):
+        llm = LLM(str(make_model("small", tmp_path)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
+                  max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, seed=0, gpu_memory_utilization=0.3,
+                  tensor_parallel_size=2, compilation_config={"cudagraph_mode": "NONE",
+                                                              "pass_config": {"fuse_allreduce_rms": True}})
+    try:
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": list(range(10, 30))}], params, use_tqdm=False)
+        llm.collective_rpc(watch)
+        llm.generate([{"prompt_token_ids": list(range(30, 50))}], params, use_tqdm=False)
+        ranks = llm.collective_rpc(seen)
+    finally:
+        shut_down(llm)
+    log = "".join(capfd.readouterr())
+    for rank in ranks:
+        steps, rest = divmod(sum(rank.values()), PLACES)
+        assert not rest, rank
+        assert rank["fused"] == steps * (PLACES - sum(ended.values())), rank
+    told = log.partition("fuses what makes ")[2].partition(" with the next")[0]
+    assert set(told.split(", ")) - {""} == set(ended)
