@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import random
 import shutil
 import sys
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 from bench.configurations import CONFIGURATIONS
 from bench.scenarios import DRAFTER, ENGINES, Engine
-from bench.shapes import LOADS, SHAPES, Load, drafter_layers, make_model
+from bench.shapes import LOADS, SHAPES, Load, drafter_layers, make_model, prompts
 from schemas.ids import new_ulid
 
 
@@ -95,9 +94,7 @@ class Run:
         from vllm import SamplingParams
 
         load, spec = LOADS[load_name], self.engine.scenarios[scenario]
-        draw = random.Random(load_name)
-        prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}
-                        for _ in range(load.batch)]
+        asked: Any = prompts(load, load_name)
         edit = {"edit": spec["edit"]} if spec is not None and "edit" in spec else None
         spec = None if edit else spec
         ids = [new_ulid() for _ in range(load.batch)] if spec is not None else []
@@ -113,11 +110,11 @@ class Run:
             self.llm.sleep(level=0)  # it takes requests, and begins none
         begin = time.perf_counter()
         if load.gathered:
-            self.llm.enqueue(prompts, params, use_tqdm=False)
+            self.llm.enqueue(asked, params, use_tqdm=False)
             self.llm.wake_up(tags=["scheduling"])
             outputs = self.llm.wait_for_completion(use_tqdm=False)
         else:
-            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+            outputs = self.llm.generate(asked, params, use_tqdm=False)
         seconds = time.perf_counter() - begin
         durable = None
         if self.engine.builtin:

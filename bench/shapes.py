@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +55,12 @@ LOADS = {
     "prompts": Load(32, 512, 1, gathered=True),  # what a drafter's training reads: prompts, nothing generated
     "prompts2k": Load(32, 2048, 1, gathered=True),
 }
+
+
+def prompts(load: Load, seed: str | int) -> list[dict[str, list[int]]]:
+    """A batch of random tokens, the same for the same seed, as ``LLM`` takes them."""
+    draw = random.Random(seed)
+    return [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]} for _ in range(load.batch)]
 
 
 def drafter_layers(name: str) -> list[int]:

@@ -10,7 +10,6 @@ import argparse
 import gc
 import json
 import os
-import random
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_run import options
-from bench.scenarios import ENGINES
-from bench.shapes import LOADS, make_model, make_vector
+from bench.scenarios import ENGINES, Engine
+from bench.shapes import LOADS, make_model, make_vector, prompts
 from engine_side.plugin import register
 from vllm_tap.serve.writer_process import WriterProcess
 
@@ -33,7 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="3b")
     parser.add_argument("--engine", default="edit-all", choices=[name for name, each in ENGINES.items()
-                                                                 if each.arm and not each.eager])
+                                                                 if each.arm and not each.drafter and _replayed(each)])
     parser.add_argument("--rounds", type=int, default=6, help="visits to each scenario")
     parser.add_argument("--samples", type=int, default=12, help=f"pairs of {_REPLAYS} replays in each visit")
     args = parser.parse_args()
@@ -52,7 +51,11 @@ def main() -> None:
             register()  # vLLM asked for plug-ins when the base was made
             tapped = _Standing(args.engine, args.shape, folder)
             _compare(base, tapped, args.rounds, args.samples)
-            os._exit(0)  # the requests that stand here end with the process
+
+
+def _replayed(engine: Engine) -> dict[str, dict[str, Any] | None]:
+    """Scenarios that a replay shows: nothing is asked, or edits. What is captured leaves the graph."""
+    return {name: asked for name, asked in engine.scenarios.items() if asked is None or "edit" in asked}
 
 
 class _Standing:
@@ -76,12 +79,9 @@ class _Standing:
         import torch
         from vllm import SamplingParams
 
-        draw = random.Random(0)
-        prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(self.load.prompt)]}
-                        for _ in range(self.load.batch)]
         params = SamplingParams(temperature=0, max_tokens=self.load.generated, ignore_eos=True, detokenize=False,
                                 extra_args=asked)
-        self.llm.enqueue(prompts, [params] * len(prompts), use_tqdm=False)
+        self.llm.enqueue(prompts(self.load, 0), [params] * self.load.batch, use_tqdm=False)
         for _ in range(_STEPS):
             self.llm.llm_engine.step()
         torch.cuda.synchronize()
@@ -99,7 +99,7 @@ def _graphs() -> list[Any]:
 
 
 def _compare(base: _Standing, tapped: _Standing, rounds: int, samples: int) -> None:
-    scenarios = {name: asked for name, asked in tapped.engine.scenarios.items() if asked is None or "edit" in asked}
+    scenarios = _replayed(tapped.engine)
     ratios: dict[str, list[float]] = {name: [] for name in scenarios}
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in scenarios}
     for _ in range(rounds):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 from bench.engine_run import options
 from bench.scenarios import ENGINES
-from bench.shapes import LOADS, make_model
+from bench.shapes import LOADS, make_model, prompts
 from schemas.ids import new_ulid
 from vllm_tap.serve.writer_process import WriterProcess
 
@@ -50,9 +49,7 @@ def _measure(shape: str, load_name: str, codecs: list[str], trace: Path | None, 
                    dtype="bfloat16", seed=0, enable_prefix_caching=False,
                    **options(ENGINES["tap"], shape, [load], True))
     timed = _timed()
-    draw = random.Random(0)
-    prompts: Any = [{"prompt_token_ids": [draw.randrange(10, 8000) for _ in range(load.prompt)]}
-                    for _ in range(load.batch)]
+    asked: Any = prompts(load, 0)
 
     def generate(codec: str) -> float:
         params = [
@@ -61,7 +58,7 @@ def _measure(shape: str, load_name: str, codecs: list[str], trace: Path | None, 
             for _ in range(load.batch)
         ]
         begin = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
+        llm.generate(asked, params, use_tqdm=False)
         return time.perf_counter() - begin
 
     for codec in codecs:

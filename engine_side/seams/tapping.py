@@ -56,7 +56,8 @@ from schemas.spec import Armed
 from schemas.wire.messages import Editable, EngineInfo, Proved
 
 logger = logging.getLogger("vllm.tap")
-_WHOLE, _WINDOW = "full_attention", "sliding_attention"  # kinds of layers, as configurations name them
+_WHOLE: Final = "full_attention"  # kinds of layers, as configurations name them
+_WINDOW: Final = "sliding_attention"
 _PIECEWISE: Final = ("set cudagraph_mode to PIECEWISE "
                      """(--compilation-config '{"cudagraph_mode": "PIECEWISE"}')""")
 
@@ -345,10 +346,11 @@ def _check_stages(plan: ArmingPlan, vllm_config: Any) -> None:
             here = set(kinds[stage.start : stage.stop])
             if not {_WHOLE} <= here <= {_WHOLE, _WINDOW}:
                 raise StartError(f"{start}: stage {stage.number} has layers {stage.start} to {stage.stop - 1} "
-                                 f"({', '.join(sorted(here))}). vLLM's own answers are wrong at times if all layers of "
-                                 "a stage have a window and a CUDA graph holds a whole step (seen with vLLM 0.26, "
-                                 f"without taps too); {_PIECEWISE}, which is right, or deal the layers out otherwise "
-                                 f"(VLLM_PP_LAYER_PARTITION), so that each stage has one of {_WHOLE}")
+                                 f"({', '.join(sorted(here))}). If a CUDA graph holds a whole step, vLLM's own answers "
+                                 "are wrong at times where all layers of a stage have a window (seen with vLLM 0.26, "
+                                 f"without taps too), and other kinds than {_WHOLE} and {_WINDOW} are not tested; "
+                                 f"{_PIECEWISE}, or deal the layers out otherwise (VLLM_PP_LAYER_PARTITION), so that "
+                                 f"each stage has one of {_WHOLE} and no other kind but {_WINDOW}")
 
 
 def _check_shared(plan: ArmingPlan, ranks: int) -> None:
