@@ -6,10 +6,12 @@ beyond that before anything is counted.
 
 from __future__ import annotations
 
-import gc
+import json
 import os
 import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,11 +26,9 @@ import pytest
 from schemas.ids import new_ulid
 from schemas.read import segment_cache
 from schemas.read.reader import StoreReader
-from tests.engine_side.transport.test_sender_process import TappedProcess
-from tests.programs.weighing import weigh
 from tests.support.api_stack import Stack, stack_in
-from tests.support.footprint import ROWS, Footprint, at_rest, footprint
-from tests.support.store_helpers import WriterProcess, until
+from tests.support.footprint import ROWS, Footprint, at_rest, footprint, weigh
+from tests.support.store_helpers import ROOT, WriterProcess, until
 from vllm_tap import Client
 
 SPEC = {"sites": ["resid_post", "attn_out"], "layers": [1, 3], "codec": "raw"}
@@ -255,39 +255,13 @@ def test_a_reader_has_no_more_files_open_than_it_may(stack: Stack, monkeypatch: 
 def test_the_sender(tmp_path: Path, captures: int) -> None:
     """Its process, and what the engine's process shares with it."""
     with WriterProcess(tmp_path / "store", "--durability", "os") as writer:
-        tapped = TappedProcess(writer.endpoint)
-        pids, ring = {"engine": os.getpid(), "sender": tapped.process.pid}, tapped.ring.shared.path
-        size = ring.stat().st_size
-
-        def go(number: int) -> None:
-            for each in range(number):
-                capture = tapped.open(40)
-                tapped.step(capture, 0, 30)
-                if each % 5:  # the others are given up in the middle
-                    tapped.step(capture, 30, 10)
-                tapped.finish(capture, 40)
-                tapped.recorder.before_step(0)
-            tapped.recorder.flush()
-            with StoreReader(writer.store) as reader:
-                assert until(lambda: reader.capture(capture).status not in ("pending", "running"), 60.0)
-
-        go(captures // 2)
-        gc.collect()  # of tests before: a ring that its garbage holds open would be let go of meanwhile
-        before = {name: at_rest(pid, writer.store, 1.0) for name, pid in pids.items()}
-        memory: dict[str, list[int]] = {"engine": [], "sender": []}
-        for _ in range(10):
-            go(captures // 20)
-            for name, seen in memory.items():
-                seen.append(footprint(pids[name], writer.store).anonymous)
-        after = {name: at_rest(pid, writer.store, 1.0) for name, pid in pids.items()}
-        assert ring.stat().st_size == size
-        tapped.close()
-    assert not ring.exists()
-    for name in pids:
-        print(name, sum(before[name].files.values()), "→", sum(after[name].files.values()), "maps",
-              sum(before[name].maps.values()) + before[name].unnamed, "→",
-              sum(after[name].maps.values()) + after[name].unnamed, "memory, MB",
-              [round(seen / 1e6, 1) for seen in (before[name].anonymous, *memory[name])])
-        assert after[name].open == before[name].open
+        run = subprocess.run([sys.executable, "-m", "tests.programs.tapped_traffic", writer.endpoint, writer.store,
+                              str(captures)], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    for name, seen in json.loads(run.stdout.splitlines()[-1]).items():
+        before, after = Footprint(**seen["before"]), Footprint(**seen["after"])
+        print(name, sum(before.files.values()), "→", sum(after.files.values()), "maps",
+              sum(before.maps.values()) + before.unnamed, "→", sum(after.maps.values()) + after.unnamed, "memory, MB",
+              [round(held / 1e6, 1) for held in (before.anonymous, *seen["memory"])])
+        assert before.files and after.open == before.open
         if captures > 1000:
-            assert growth(memory[name]) / (captures // 20) < GROWTH_BYTES_MAX
+            assert growth(seen["memory"]) / (captures // 20) < GROWTH_BYTES_MAX

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from api.__main__ import main
-from tests.programs.weighing import answer
+from tests.support.footprint import answer
 
 if __name__ == "__main__":
     answer()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from tests.programs.weighing import answer
+from tests.support.footprint import answer
 from writer_service.__main__ import main
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""What a process has open and how much memory is its own, as /proc shows it."""
+"""What a process has open and how much memory is its own, as /proc shows it; and how much of that is in use: allocated
+and not freed, whatever the allocator keeps beside it."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 import re
+import signal
 import time
 from collections import Counter
 from contextlib import suppress
@@ -57,6 +62,41 @@ def at_rest(pid: int, store: Path, quiet_s: float = 2.0, timeout_s: float = 60.0
             since_s = time.monotonic()
         found = now
     return found
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def answer() -> None:
+    """In the process, started with PYTHONMALLOC=malloc: tell at SIGUSR2, in a file of the folder WEIGHED."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _MallInfo
+    place = Path(os.environ["WEIGHED"], str(os.getpid()))
+
+    def told(*_: object) -> None:
+        gc.collect()
+        found = libc.mallinfo2()
+        beside = place.with_suffix(".new")
+        beside.write_text(str(found.uordblks + found.hblkhd))
+        beside.rename(place)
+
+    signal.signal(signal.SIGUSR2, told)
+
+
+def weigh(pid: int, folder: Path, times: int = 8) -> int:
+    """Bytes in use, the least of several looks: what is needed for a moment does not count."""
+    found = []
+    for _ in range(times):
+        place = folder / str(pid)
+        place.unlink(missing_ok=True)
+        os.kill(pid, signal.SIGUSR2)
+        while not place.exists():
+            time.sleep(0.02)
+        found.append(int(place.read_text()))
+        time.sleep(0.2)
+    return min(found)
 
 
 def _kind(name: str, store: Path) -> str:
