@@ -14,7 +14,7 @@ from typing import Final
 
 from engine_side.tap.budget import STAGING_BYTES_MAX
 from schemas import legacy, limits
-from schemas.checks import OnFull, Setting, check_name, check_one_of, parse_arm
+from schemas.checks import OnFull, Setting, Writers, check_name, check_one_of, parse_arm
 from schemas.edits.arms import parse_edit_places
 from schemas.errors import StartError
 from schemas.probes import Registered, parse_probes, place_of
@@ -68,6 +68,9 @@ SETTINGS: Final[dict[str, Setting]] = {
     "VLLM_TAP_GROUP": Setting(
         "drawn at the start", "text", "Name of an engine on several ranks, the same in all of its processes. Set it if "
         "they do not inherit it, as on several hosts, and choose a new one for every start."),
+    "VLLM_TAP_WRITERS": Setting(
+        "one", "`one` or `several`", "`several`: ranks of an engine on several hosts may send to a writer of their own "
+        "host. Each store then has [some layers](../howto/several-writers.md#one-engine-several-writers)."),
     "VLLM_TAP_ENGINE": Setting("", "name", "Name of the engine, if a gateway has several; the name in `--upstream`."),
 }
 VARIABLES: Final = tuple(SETTINGS)
@@ -99,6 +102,7 @@ class EngineConfig:
     edit_rows: int = 256  # of all requests at once, that edits set rows to
     vectors: tuple[Registered, ...] = ()  # that edits name
     name: str = ""  # by which a gateway knows the engine; "" where it is the only one
+    writers: str = "one"  # "several": ranks of an engine may send to different ones
     own_group: bool = False  # each of vLLM's processes in a process group of its own: Ctrl-C is for their starter only
 
     def __post_init__(self) -> None:
@@ -125,6 +129,7 @@ class EngineConfig:
             raise StartError(f"VLLM_TAP_ENDPOINT={self.endpoint!r}: a socket's path has at most {_SOCKET_PATH_MAX} "
                              "characters; name a shorter one")
         check_one_of("VLLM_TAP_ON_FULL", self.on_full, OnFull)
+        check_one_of("VLLM_TAP_WRITERS", self.writers, Writers)
         if self.name:
             check_name(ENGINE, self.name)
         if self.capture_all and legacy.SITE not in layers_by_site(self.arm):
@@ -176,6 +181,7 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> EngineConfi
         edit_rows=_number(environment, "VLLM_TAP_EDIT_ROWS", 256),
         vectors=parse_probes(environment.get("VLLM_TAP_VECTORS", "").split(","), "VLLM_TAP_VECTORS", "vector"),
         name=environment.get(ENGINE, ""),
+        writers=environment.get("VLLM_TAP_WRITERS", "one"),
         own_group=environment.get("VLLM_TAP_OWN_GROUP", "") == "1",
     )
 

@@ -28,7 +28,6 @@ from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
-from schemas.sites import PROBE
 from schemas.wire import messages
 from schemas.wire.ask_store import ask_store
 from schemas.wire.layout import Part
@@ -102,10 +101,9 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers
         model.register_buffer("vllm_tap_numbers", to_host.numbers, persistent=False)
-    layers = {**info.armed.sites, **{f"{PROBE}{name}": [about.layer] for name, about in info.armed.probes.items()}}
     counted = info.edits.counted[seat.rank] if info.edits is not None and info.edits.counted else None
-    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part, layers=layers, counted=counted,
-                        batches=seat.stages)
+    recorder = Recorder(staging, info.model_dtype, config.on_full, to_host, part=part, layers=info.sent,
+                        counted=counted, batches=seat.stages, divided=info.divided or None)
     sender = SenderProcess(config.endpoint, ring.shared, config.curve, seat.rank)
     CURRENT = Worker(info, model, tapped.checks, staging, recorder, sender, editor, os.getpid())
     if editor is not None:

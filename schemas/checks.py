@@ -14,8 +14,8 @@ from schemas import limits
 from schemas.errors import SpecError, StartError
 from schemas.sites import is_probe, parse_site
 
-__all__ = ["NAME", "Durability", "LogFormat", "OnFull", "Setting", "check_can_listen", "check_name", "check_one_of",
-           "check_port", "check_positive", "check_seconds", "is_name", "parse_arm"]
+__all__ = ["NAME", "Durability", "LogFormat", "OnFull", "Setting", "Writers", "check_can_listen", "check_name",
+           "check_one_of", "check_port", "check_positive", "check_seconds", "is_name", "parse_arm"]
 
 NAME: Final = rf"[A-Za-z0-9][A-Za-z0-9_\-]{{0,{limits.probe_name_chars_max - 1}}}"  # of a probe, a vector, an engine
 _NAME: Final = re.compile(NAME, re.ASCII)
@@ -54,6 +54,13 @@ class OnFull(StrEnum):
 
     drop = "drop"
     wait = "wait"
+
+
+class Writers(StrEnum):
+    """The writers that the ranks of one engine send to."""
+
+    one = "one"
+    several = "several"
 
 
 def check_one_of(name: str, value: str, words: type[StrEnum]) -> None:

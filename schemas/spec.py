@@ -101,6 +101,9 @@ class Resolved(msgspec.Struct, frozen=True, omit_defaults=True):
     """A spec held against one engine and one prompt: every site with its layers and its codec's identity, and positions
     as asked. ``images``: positions ``[start, stop)`` of the prompt whose rows were made of an image, not of their
     token.
+
+    ``elsewhere``: layers by site that were asked for too and that ranks with other writers send (EngineInfo.divided);
+    ``writer``: the number of this one.
     """
 
     layers: dict[str, list[int]]
@@ -108,6 +111,8 @@ class Resolved(msgspec.Struct, frozen=True, omit_defaults=True):
     positions: str | list[tuple[int, int]]
     prefix_cache: str
     images: list[tuple[int, int]] = []
+    elsewhere: dict[str, list[int]] = {}
+    writer: int = 0
 
     @property
     def empty(self) -> bool:

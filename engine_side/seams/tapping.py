@@ -29,6 +29,7 @@ from engine_side.seams.ranks import tensor
 from engine_side.seams.ranks.agreement import all_here, all_together, of_stages
 from engine_side.seams.ranks.data import check_exchange
 from engine_side.seams.ranks.pipeline import stage_of, stages_of
+from engine_side.seams.ranks.writers import stores_reached
 from engine_side.seams.recorded_step import discover, prove, unproved
 from engine_side.tap.architectures import (
     BY_TRANSFORMERS,
@@ -49,6 +50,7 @@ from engine_side.tap.stages import Has, Stage, of_engine
 from engine_side.tap.staging import Staging, allocate
 from engine_side.tap.survey import Survey, armed_layers, edited_places, probe_places
 from engine_side.tap.taps import install
+from engine_side.tap.writers import divided
 from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
 from schemas.sites import PROBE, SITES, edited_place, has_heads, layers_by_site
@@ -104,8 +106,10 @@ def tap_model(model: nn.Module, vllm_config: Any, plan: ArmingPlan) -> None:
     if editable is not None:
         editable = structs.replace(editable, counted=_counted(tapped.editor, vllm_config.parallel_config))
     info = structs.replace(_info(model, vllm_config, armed, plan, survey), edits=editable, attention=attention)
+    stores, seat = stores_reached(config, info), tensor.seat_of(vllm_config.parallel_config)
     with all_together():
-        worker.start(config, info, model, tapped, tensor.seat_of(vllm_config.parallel_config))
+        info, rank = divided(info, seat.rank, stores)
+        worker.start(config, info, model, tapped, replace(seat, rank=rank))
 
 
 def _family(plan: ArmingPlan) -> Family:

@@ -20,7 +20,7 @@ from engine_side.transport.shared_memory import Outbox
 from schemas.sites import BY_MODEL, ask_site, edited_place
 from schemas.spec import Resolved, parse_spec
 from schemas.wire.layout import LEADER, Part
-from schemas.wire.messages import TapCounters
+from schemas.wire.messages import Divided, TapCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class CaptureLifecycle:
 
     ``part``: what this rank sends of them; None on an engine of one rank. ``layers``: the layers of each site that the
     engine has; staging may have only some. ``counted``: the places (layers by site) whose counts of edits this rank
-    reports when it does not lead.
+    reports when it does not lead. ``divided``: what other writers get; ``layers`` are without it.
     """
 
     to_host: DeviceToHost
@@ -51,6 +51,7 @@ class CaptureLifecycle:
     layers: Mapping[str, list[int]]
     part: Part | None = None
     counted: Mapping[str, list[int]] = field(default_factory=dict)
+    divided: Divided | None = None
     _ids: dict[str, str] = field(default_factory=dict)  # running request → capture id
     _cached: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # of requests with edits: positions read
     _refused: set[str] = field(default_factory=set)  # running requests whose captures were not begun here
@@ -71,6 +72,9 @@ class CaptureLifecycle:
             return ()
         capture = ticket.capture_of(request)
         resolved, taken, absent = self._held_against_model(ticket)
+        if resolved.writer and not any(resolved.layers.values()):  # of another writer as a whole
+            self._refused.add(request)
+            return ()
         edits = ticket.edits if self._leads or self._counts(ticket.edits) else ""
         if self.part is not None:
             taken = msgspec.structs.replace(taken, layers={
@@ -170,7 +174,7 @@ class CaptureLifecycle:
         The front end knows the armed sites but not which layers have them: some blocks of a sparse model are dense.
         "all" means what is there; a layer that was asked for by its number stays expected, and is named as not armed.
         """
-        asked = ticket.resolved
+        asked = ticket.resolved if self.divided is None else _without(ticket.resolved, self.divided)
         if all(layers == self.layers.get(site, []) for site, layers in asked.layers.items()):
             return asked, asked, {}  # all that there are, as most ask for
         has = {site: set(self.layers.get(site, [])) for site in asked.layers}
@@ -185,3 +189,13 @@ class CaptureLifecycle:
                                   (spec.layers != "all" or (site, layer) in named)])}
         expected = {site: sorted([*layers, *absent.get(site, ())]) for site, layers in present.items()}
         return (msgspec.structs.replace(asked, layers=expected), msgspec.structs.replace(asked, layers=present), absent)
+
+
+def _without(asked: Resolved, divided: Divided) -> Resolved:
+    """A spec without the layers that other writers get, which are named."""
+    elsewhere = {site: away for site, layers in asked.layers.items() if (away := [
+        layer for layer in layers if layer in divided.elsewhere.get(site, ())])}
+    here = {site: left for site, layers in asked.layers.items()
+            if (left := [layer for layer in layers if layer not in elsewhere.get(site, ())]) or site not in elsewhere}
+    return msgspec.structs.replace(asked, layers=here, codec={site: asked.codec[site] for site in here},
+                                   elsewhere=elsewhere, writer=divided.writer)

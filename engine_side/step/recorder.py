@@ -27,7 +27,7 @@ from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import I64, Entry, Event, Lost
 from engine_side.transport.shared_memory import Outbox
 from schemas.wire.layout import Part
-from schemas.wire.messages import TapCounters
+from schemas.wire.messages import Divided, TapCounters
 
 logger = logging.getLogger("vllm.tap")
 
@@ -69,9 +69,10 @@ class Recorder:
     layers: InitVar[Mapping[str, list[int]] | None] = None  # of each site that the engine has; None: as staging has
     counted: InitVar[Mapping[str, list[int]] | None] = None  # see CaptureLifecycle
     batches: InitVar[int] = 1  # under way at once, of different requests: the stages of a pipeline
+    divided: InitVar[Divided | None] = None  # what other writers get; None on an engine with one
 
     def __post_init__(self, dtype: str, on_full: str, part: Part | None, layers: Mapping[str, list[int]] | None,
-                      counted: Mapping[str, list[int]] | None, batches: int) -> None:
+                      counted: Mapping[str, list[int]] | None, batches: int, divided: Divided | None) -> None:
         scratch, capacity = self.to_host.scratch, self.to_host.ring.capacity
         block_bytes_max = capacity // 4 if scratch is None else min(capacity // 8, scratch.capacity // 4)
         self.layouts = Layouts(self.staging, dtype, self.captures, block_bytes_max, scratch is not None)
@@ -79,7 +80,8 @@ class Recorder:
         self.bursts = Bursts(self.to_host, on_full, self.counters, self.captures, self.layouts, self.schedule, batches)
         if layers is None:
             layers = {site: self.staging.layers_of(site) for site in (*self.staging.layers, *self.staging.probes)}
-        self.lifecycle = CaptureLifecycle(self.to_host, self.captures, self.counters, layers, part, counted or {})
+        self.lifecycle = CaptureLifecycle(self.to_host, self.captures, self.counters, layers, part, counted or {},
+                                          divided)
 
     @property
     def outbox(self) -> Outbox | deque[Event]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from schemas.limits import PROTOCOL_VERSION
-from schemas.sites import is_probe
+from schemas.sites import PROBE, is_probe
 from schemas.spec import Armed, Resolved
 from schemas.wire.layout import Part
 
@@ -72,6 +72,15 @@ class Proved(msgspec.Struct, frozen=True):
     off: float | None = None
 
 
+class Divided(msgspec.Struct, frozen=True):
+    """An engine whose ranks send to several writers: the number of this one (0 is that of the first rank), and the
+    armed layers by site that the others get. Ranks and layout are those that this writer hears.
+    """
+
+    writer: int
+    elsewhere: dict[str, list[int]]
+
+
 class EngineInfo(msgspec.Struct, frozen=True):
     """Description of an engine by itself: enough to name every number it sends."""
 
@@ -101,6 +110,16 @@ class EngineInfo(msgspec.Struct, frozen=True):
     instance: str | msgspec.UnsetType = msgspec.UNSET  # the group; an engine of one rank, which is in none, has one too
     proved: dict[str, Proved] | msgspec.UnsetType = msgspec.UNSET  # by armed site that the start's search found
     unproved: str = ""  # why it found none, where the sites are a table's
+    divided: Divided | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def sent(self) -> dict[str, list[int]]:
+        """The layers by site, and by probe, that are sent to this writer."""
+        armed = {**self.armed.sites, **{f"{PROBE}{name}": [probe.layer] for name, probe in self.armed.probes.items()}}
+        if not isinstance(self.divided, Divided):
+            return armed
+        left = {site: sorted({*layers} - {*self.divided.elsewhere.get(site, ())}) for site, layers in armed.items()}
+        return {site: layers for site, layers in left.items() if layers or site not in self.divided.elsewhere}
 
     @property
     def called(self) -> str:

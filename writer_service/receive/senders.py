@@ -15,7 +15,6 @@ from schemas.checks import is_name
 from schemas.errors import ProtocolError
 from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
-from schemas.sites import PROBE
 from schemas.wire.identity import told_max
 from schemas.wire.layout import check_layout
 from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse, StoreState, encode
@@ -185,10 +184,9 @@ class Senders:
             return "" if engine is None or not engine.layout else "layout: group must be named"
         if not 0 <= hello.rank < len(engine.layout):
             return f"rank {hello.rank} is not in the layout, which has {len(engine.layout)} parts"
-        armed = [(site, layer) for site, layers in engine.armed.sites.items() for layer in layers]
-        armed += [(f"{PROBE}{name}", probe.layer) for name, probe in engine.armed.probes.items()]
+        sent = [(site, layer) for site, layers in engine.sent.items() for layer in layers]
         try:
-            check_layout(engine.layout, armed, engine.widths)
+            check_layout(engine.layout, sent, engine.widths)
         except ProtocolError as error:
             return str(error)
         query = 'SELECT rank, info FROM engines WHERE "group" = ? ORDER BY rowid LIMIT 1'
