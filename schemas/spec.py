@@ -102,8 +102,8 @@ class Resolved(msgspec.Struct, frozen=True, omit_defaults=True):
     as asked. ``images``: positions ``[start, stop)`` of the prompt whose rows were made of an image, not of their
     token.
 
-    ``elsewhere``: layers by site that were asked for too and that ranks with other writers send (EngineInfo.divided);
-    ``writer``: the number of this one.
+    ``elsewhere``: those layers by site that ranks with other writers send; ``writer``: the number of this one
+    (EngineInfo.divided).
     """
 
     layers: dict[str, list[int]]

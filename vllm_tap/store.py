@@ -91,11 +91,11 @@ class Store:
         return stores_of(self.reader, self._opened[0])
 
     def store_of(self, ref: str) -> str:
-        """The place of the store that has a capture."""
+        """The place of the store that has a capture; of those that a divided one is in, the first writer's."""
         if not isinstance(self.reader, SeveralReader):
             self.reader.capture(ref)
             return str(self.path)
-        return self.reader.place_of(ref)
+        return self.reader.places_of(ref)[0]
 
     def samples(self, ref: str) -> list[str]:
         """The capture ids of a request that made several."""

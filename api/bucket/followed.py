@@ -109,11 +109,12 @@ class FollowedBuckets:
         NotFoundError; ConflictError: it is on hold; BucketError and CatalogError, as of what deletes.
         """
         reader = self.reader()
-        url = reader.place_of(ref, owner) if isinstance(reader, SeveralReader) else self._stores.url
+        urls = reader.places_of(ref, owner) if isinstance(reader, SeveralReader) else [self._stores.url]
         if self._deletes is None:
-            raise ApiError(403, "read_only", f"the capture is in {url}, and this service was started without --deletes"
-                           "; delete it there, or with vllm-tap rm CAPTURE --store URL")
-        self._deletes.delete(url, reader.samples(ref, owner))
+            raise ApiError(403, "read_only", f"the capture is in {', '.join(urls)}, and this service was started "
+                           "without --deletes; delete it there, or with vllm-tap rm CAPTURE --store URL")
+        for url, samples in [(url, reader.samples(ref, owner)) for url in urls]:
+            self._deletes.delete(url, samples)
         self.look()
 
     async def follow(self) -> None:

@@ -72,8 +72,8 @@ class CaptureLifecycle:
             return ()
         capture = ticket.capture_of(request)
         resolved, taken, absent = self._held_against_model(ticket)
-        if resolved.writer and not any(resolved.layers.values()):  # of another writer as a whole
-            self._refused.add(request)
+        if self.divided is not None and self.divided.writer and not any(taken.layers.values()):
+            self._refused.add(request)  # all of it is other writers'
             return ()
         edits = ticket.edits if self._leads or self._counts(ticket.edits) else ""
         if self.part is not None:
@@ -173,8 +173,20 @@ class CaptureLifecycle:
 
         The front end knows the armed sites but not which layers have them: some blocks of a sparse model are dense.
         "all" means what is there; a layer that was asked for by its number stays expected, and is named as not armed.
+        What other writers get is expected of them, and named so.
         """
-        asked = ticket.resolved if self.divided is None else _without(ticket.resolved, self.divided)
+        asked, away = ticket.resolved, dict[str, list[int]]()
+        if self.divided is not None:
+            asked, away = _here_and_away(asked, self.divided)
+        resolved, taken, absent = self._of_model(ticket, asked)
+        if asked.writer:  # what no rank has is missing in the first writer's store
+            resolved, absent = taken, {}
+        if away:
+            resolved = msgspec.structs.replace(resolved, elsewhere=away, layers={
+                site: sorted([*layers, *away.get(site, ())]) for site, layers in resolved.layers.items()})
+        return resolved, taken, absent
+
+    def _of_model(self, ticket: Ticket, asked: Resolved) -> tuple[Resolved, Resolved, dict[str, list[int]]]:
         if all(layers == self.layers.get(site, []) for site, layers in asked.layers.items()):
             return asked, asked, {}  # all that there are, as most ask for
         has = {site: set(self.layers.get(site, [])) for site in asked.layers}
@@ -191,11 +203,10 @@ class CaptureLifecycle:
         return (msgspec.structs.replace(asked, layers=expected), msgspec.structs.replace(asked, layers=present), absent)
 
 
-def _without(asked: Resolved, divided: Divided) -> Resolved:
-    """A spec without the layers that other writers get, which are named."""
-    elsewhere = {site: away for site, layers in asked.layers.items() if (away := [
-        layer for layer in layers if layer in divided.elsewhere.get(site, ())])}
-    here = {site: left for site, layers in asked.layers.items()
-            if (left := [layer for layer in layers if layer not in elsewhere.get(site, ())]) or site not in elsewhere}
-    return msgspec.structs.replace(asked, layers=here, codec={site: asked.codec[site] for site in here},
-                                   elsewhere=elsewhere, writer=divided.writer)
+def _here_and_away(asked: Resolved, divided: Divided) -> tuple[Resolved, dict[str, list[int]]]:
+    """A spec without the layers that other writers get, and these by site."""
+    away = {site: gone for site, layers in asked.layers.items()
+            if (gone := [layer for layer in layers if layer in divided.elsewhere.get(site, ())])}
+    here = {site: [layer for layer in layers if layer not in away.get(site, ())]
+            for site, layers in asked.layers.items()}
+    return msgspec.structs.replace(asked, layers=here, writer=divided.writer), away

@@ -1,6 +1,7 @@
 """Several stores read as one, each with a writer of its own.
 
-A capture is in one store, which is looked for by its id at every read. What is numbered in each store anew (segments,
+A capture is in one store, which is looked for by its id at every read; one of an engine whose ranks sent to several
+writers is divided among their stores (divided.py). What is numbered in each store anew (segments,
 versions of a catalog, feeds) never leaves the store's own reader; lists are put together by time and id.
 """
 
@@ -9,12 +10,13 @@ from __future__ import annotations
 import copy
 import sqlite3
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
 from schemas import limits
+from schemas.bucket.divided import DividedReader
 from schemas.bucket.joined_rows import join_rows
 from schemas.bucket.places import (
     Place,
@@ -225,25 +227,44 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     # ── which of them has a capture ─────────────────────────────────────────────────────────────────────────────
 
-    def home(self, ref: str, owner: str | None = None) -> R:
-        """The store that has the capture, or the newest capture, of that name."""
-        return self._homes([ref], owner)[ref]
+    def home(self, ref: str, owner: str | None = None) -> R | DividedReader:
+        """The store that has the capture, or the newest capture, of that name; all that have some of its layers."""
+        names = self._homes([ref], owner)[ref]
+        return self._reader_of(names)
 
-    def place_of(self, ref: str, owner: str | None = None) -> str:
-        """The place of that store."""
-        reader = self.home(ref, owner)
-        return next(name for name, each in self._stores.items() if each is reader)
+    def places_of(self, ref: str, owner: str | None = None) -> list[str]:
+        """The places of the stores that have it: one, unless the capture is divided."""
+        return list(self._homes([ref], owner)[ref])
 
-    def _homes(self, refs: Iterable[str], owner: str | None) -> dict[str, R]:
-        """The store that has each capture, by name; NotFoundError of the first that none has."""
+    def _homes(self, refs: Iterable[str], owner: str | None) -> dict[str, tuple[str, ...]]:
+        """The stores that have each capture, by name; NotFoundError of the first that none has."""
         ulids = {ref: _ulid(ref) or _ulid(self._newest(ref, owner).id) for ref in refs}
         has = self._which(set(ulids.values()), owner)
         for ref, ulid in ulids.items():
             if ulid not in has:
                 self._check_all_are_open()
                 raise no_capture(ref)
-            _check_one(ulid, has[ulid])
-        return {ref: self._stores[has[ulid][0]] for ref, ulid in ulids.items()}
+        homes = {ulid: self._together(ulid, has[ulid]) for ulid in set(ulids.values())}
+        return {ref: homes[ulid] for ref, ulid in ulids.items()}
+
+    def _reader_of(self, names: tuple[str, ...]) -> R | DividedReader:
+        return self._stores[names[0]] if len(names) == 1 else DividedReader([self._stores[name] for name in names])
+
+    def _together(self, ulid: str, names: Sequence[str]) -> tuple[str, ...]:
+        """The stores of a request's captures, of which an owner may read what ``names`` have: one, or those that it is
+        divided among, in the order of their writers. ConflictError where it is in several otherwise.
+        """
+        first = self._stores[names[0]].division(ulid)
+        if first is None:
+            _check_one(ulid, names)
+            return names[0],
+        found = {name: each for name in self._which({ulid}, None)[ulid]
+                 if (each := self._stores[name].division(ulid)) is None or name in names or not each.owner}
+        parts = [each for each in found.values() if each is not None]
+        places = [place for part in parts for place in part.places]
+        if len(parts) < len(found) or len(set(places)) < len(places) or len({part.request for part in parts}) > 1:
+            _check_one(ulid, list(found))
+        return tuple(sorted(found, key=lambda name: found[name].writer))  # type: ignore[union-attr]
 
     def _newest(self, alias: str, owner: str | None) -> NamedCapture:
         """The newest capture that any store knows by a name; NotFoundError where that is deleted, as in one store."""
@@ -297,14 +318,18 @@ class SeveralReader(Unfollowed, Generic[R]):
                 break
             for each in lists:
                 each.is_due = each.seen == seen
-        self._check_once(rows[:limit], owner)
         following = rows[limit - 1].id if len(rows) >= limit else None if seen is None else seen[1]
-        return rows[:limit], following
+        return [row for row in self._once(rows[:limit], owner) if status in (None, row.status)], following
 
-    def _check_once(self, rows: Sequence[CaptureRow], owner: str | None) -> None:
-        """ConflictError where two stores have one of the captures."""
-        for ulid, names in self._which({_ulid(row.id) for row in rows}, owner).items():
-            _check_one(ulid, names)
+    def _once(self, rows: Sequence[CaptureRow], owner: str | None) -> Iterator[CaptureRow]:
+        """Each capture once, a divided one where its first writer has it; ConflictError where two stores have one."""
+        has = self._which({_ulid(row.id) for row in rows}, owner)
+        several = {ulid: self._together(ulid, names) for ulid, names in has.items() if len(names) > 1}
+        for row in rows:
+            if (names := several.get(_ulid(row.id))) is None:
+                yield row
+            elif (first := self._stores[names[0]].division(_ulid(row.id))) and first.writer == row.writer:
+                yield self._reader_of(names).capture(row.id, owner)
 
     def _which(self, ulids: set[str], owner: str | None) -> dict[str, list[str]]:
         """The stores that have captures of each ULID which are not deleted."""
@@ -368,15 +393,14 @@ class SeveralReader(Unfollowed, Generic[R]):
                 ) -> RowsAt:
         """Same as for one store: rows of captures in any of them."""
         homes = self._homes(dict.fromkeys(ref for ref, _ in rows), owner)
-        by_store: dict[int, list[int]] = {}
+        by_store: dict[tuple[str, ...], list[int]] = {}
         for number, (ref, _) in enumerate(rows):
-            by_store.setdefault(id(homes[ref]), []).append(number)
-        if len(by_store) < 2:
-            reader = homes[rows[0][0]] if rows else self._every()[0]
-            return reader.rows_at(rows, site, layers, owner)
-        return join_rows([(numbers, homes[rows[numbers[0]][0]].rows_at([rows[number] for number in numbers], site,
-                                                                       layers, owner))
-                          for numbers in by_store.values()], len(rows))
+            by_store.setdefault(homes[ref], []).append(number)
+        if not rows:
+            return self._every()[0].rows_at(rows, site, layers, owner)
+        parts = [(numbers, self._reader_of(names).rows_at([rows[number] for number in numbers], site, layers, owner))
+                 for names, numbers in by_store.items()]
+        return parts[0][1] if len(parts) == 1 else join_rows(parts, len(rows))
 
     # ── of all together ─────────────────────────────────────────────────────────────────────────────────────────
 

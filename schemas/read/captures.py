@@ -29,7 +29,7 @@ from schemas.store.paths import NOT_A_FOLDER, url_of
 from schemas.wire.layout import siblings
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["CaptureRow", "CatalogReader", "ListPlace", "NamedCapture", "Progress", "read_store_uuid"]
+__all__ = ["CaptureRow", "CatalogReader", "Division", "ListPlace", "NamedCapture", "Progress", "read_store_uuid"]
 
 ListPlace = tuple[int, str]  # of a capture in lists: when it was made, in milliseconds since 1970, and its id
 
@@ -50,6 +50,7 @@ class CaptureRow:
     finish_reason: str | None
     hold: bool = False
     adapter: str = ""  # the LoRA adapter that the model ran with
+    writer: int = 0  # the number of this store's writer among those of the engine's ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,17 @@ class NamedCapture(NamedTuple):
     id: str
     owner: str
     deleted: bool
+
+
+class Division(NamedTuple):
+    """The part of a request's captures that one of several writers has: the ``places`` (site, layer) that were asked
+    for and are sent to it. ``request``: what was asked, the same in every store.
+    """
+
+    writer: int
+    owner: str
+    request: tuple[str | None, bytes]
+    places: frozenset[tuple[str, int]]
 
 
 class CatalogReader:
@@ -209,6 +221,17 @@ class CatalogReader:
                     {theirs}"""
         with self._catalog.moment() as now:
             return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(dict.fromkeys(ulids)), *args))}
+
+    def division(self, ulid: str) -> Division | None:
+        """The layers that this store has of a request's captures; None where no other store has any of them."""
+        query = "SELECT * FROM captures WHERE ulid = ? AND deleted = 0 AND resolved IS NOT NULL ORDER BY sample LIMIT 1"
+        with self._catalog.moment() as now:
+            row = now.db.execute(query, (ulid,)).fetchone()
+        if row is None or not ((resolved := resolved_of(capture := capture_of(row))).elsewhere or resolved.writer):
+            return None
+        here = {(site, layer) for site, layers in resolved.layers.items() for layer in layers
+                if layer not in resolved.elsewhere.get(site, ())}
+        return Division(resolved.writer, capture.owner, (capture.asked, capture.prompt_tokens), frozenset(here))
 
     def newest_named(self, alias: str, owner: str | None = None) -> NamedCapture | None:
         """The newest capture that was given a name beside its id, deleted or not; None where there is none."""
@@ -365,10 +388,10 @@ class CatalogReader:
 
 
 def _row(capture: Capture, names: list[str]) -> CaptureRow:
-    sites = list(resolved_of(capture).layers) if capture.resolved is not None else []
+    resolved = None if capture.resolved is None else resolved_of(capture)
     return CaptureRow(capture.id, capture.owner, capture.status, capture.created_ms, capture.tags,
-                      names, sites, capture.prompt_len, capture.total_len,
-                      capture.ended, capture.hold, capture.adapter)
+                      names, [] if resolved is None else list(resolved.layers), capture.prompt_len, capture.total_len,
+                      capture.ended, capture.hold, capture.adapter, 0 if resolved is None else resolved.writer)
 
 
 def resolved_of(capture: Capture) -> Resolved:

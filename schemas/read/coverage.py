@@ -25,10 +25,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from schemas import limits
 from schemas.catalog.parts import ALONE, Parts, matched, merged, runs_of
 from schemas.catalog.records import Capture, Drop, Extent
 from schemas.catalog.tables import EVERY_PART
-from schemas.manifest import Missing
+from schemas.manifest import ELSEWHERE, Missing
 from schemas.spec import Resolved, intervals
 from schemas.wire.layout import Columns
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_RECOMPUTED
@@ -104,6 +105,8 @@ def cover(capture: Capture, extents: Sequence[Extent], drops: Sequence[Drop], pa
     if capture.resolved is None:
         return Coverage(0, {}, {})
     resolved = msgspec.json.decode(capture.resolved, type=Resolved)
+    drops = [*drops, *(Drop(site, 0, tuple(layers), 0, limits.position_max + 1, ELSEWHERE, EVERY_PART)
+                       for site, layers in resolved.elsewhere.items())]
     highest = _computed(extents)
     finished = capture.finish_seq is not None
     if finished:

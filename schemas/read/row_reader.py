@@ -97,9 +97,13 @@ class RowReader(CatalogReader):
 
         LimitError over ``limits.slice_bytes_max`` of stored bytes; CorruptError where stored bytes do not match.
         """
-        key, _ = ask_site(site, "site", ArgumentError)
-        site = site_meant(key, self.names(ref, owner) if key in BY_MODEL else {}, site, "site", ArgumentError)
+        site = self.site_of(ref, site, owner)
         return self._settled(lambda: self._slice(ref, site, layers, start, stop, owner, rejected))
+
+    def site_of(self, ref: str, name: str, owner: str | None = None) -> str:
+        """The site that a name means on the model of a capture; ArgumentError of none."""
+        key, _ = ask_site(name, "site", ArgumentError)
+        return site_meant(key, self.names(ref, owner) if key in BY_MODEL else {}, name, "site", ArgumentError)
 
     def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
                 ) -> RowsAt:

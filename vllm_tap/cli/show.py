@@ -65,7 +65,7 @@ def print_manifest(store: Source, ref: str, as_json: bool) -> None:
     """One capture; every sample of it where ``ref`` names several."""
     with open_reader(store) as reader:
         manifests = [reader.manifest(sample) for sample in reader.samples(ref)]
-        place = reader.place_of(ref) if isinstance(reader, SeveralReader) else ""
+        place = ", ".join(reader.places_of(ref)) if isinstance(reader, SeveralReader) else ""
     if as_json:
         print_json(*manifests, indent=2)
         return
@@ -76,14 +76,16 @@ def print_manifest(store: Source, ref: str, as_json: bool) -> None:
 
 
 def homes(store: Source, refs: list[str]) -> dict[str, list[str]]:
-    """The captures' names, by the place of the store that has them. NotFoundError where none of several has one."""
+    """The captures' names, by the places of the stores that have them. NotFoundError where none of several has one."""
     places, found = places_of(store.stores if isinstance(store, Cataloged) else store), dict[str, list[str]]()
     if len(places) == 1 and not is_url(places[0]):
         return {str(places[0]): refs}
     with open_reader(store) as reader:
         for ref in refs:
-            place = reader.place_of(ref) if isinstance(reader, SeveralReader) else str(places[0])
-            found.setdefault(place, []).append(ref)
+            there = reader.places_of(ref) if isinstance(reader, SeveralReader) else [str(places[0])]
+            name = ref if len(there) == 1 else reader.target(ref)[0]  # other writers hear of no response ids
+            for place in there:
+                found.setdefault(place, []).append(name)
     return found
 
 

@@ -53,8 +53,8 @@ def check_open(opened: Open) -> None:
     need(all(not layers or are_layers(layers) for layers in resolved.layers.values()), "resolved.layers", "ascending")
     need(set(resolved.codec) == set(resolved.layers) and all(map(codecs.is_identity, resolved.codec.values())),
           "resolved.codec", "a known codec for every site")
-    need(all(is_site(site) and are_layers(layers) and not {*layers} & {*resolved.layers.get(site, ())}
-             for site, layers in resolved.elsewhere.items()), "resolved.elsewhere", "other layers of known sites")
+    need(all(are_layers(layers) and {*layers} <= {*resolved.layers.get(site, ())}
+             for site, layers in resolved.elsewhere.items()), "resolved.elsewhere", "layers of resolved.layers")
     need(0 <= resolved.writer < limits.parts_max, "resolved.writer", f"0 to {limits.parts_max - 1}")
     positions = resolved.positions
     if isinstance(positions, str):

@@ -55,7 +55,8 @@ class Tapped:
         self.ring = Ring(ring_bytes, pinned=False)
         self.recorder = Recorder(self.staging, "float32", on_full,
                                  DeviceToHost(torch.device("cpu"), self.ring, outbox=Outbox(self.ring.shared)),
-                                 part=info.layout[rank] if info.layout else None)
+                                 part=info.layout[rank] if info.layout else None,
+                                 layers=info.sent if info.divided else None, divided=info.divided or None)
         self.sender = Sender(endpoint, self.info, self.ring.shared, os.getpid(), curve, rank)
         self.ending = threading.Event()
         self.thread = threading.Thread(target=self.sender.run, args=(self.ending.is_set,), daemon=True)
@@ -70,10 +71,10 @@ class Tapped:
         self.thread.join(timeout_s)
         self.ring.close()
 
-    def open(self, prompt_len: int, ids: list[Any] | None = None) -> str:
-        """Begins a capture of everything, raw; its id."""
-        capture = new_ulid()
-        spec = parse_spec({"codec": "raw", "id": capture})
+    def open(self, prompt_len: int, ids: list[Any] | None = None, **asked: Any) -> str:
+        """Begins a capture of everything, raw, or of what is asked; its id."""
+        spec = parse_spec({"codec": "raw", "id": new_ulid(), **asked})
+        capture = str(spec.id)
         ticket = Ticket(capture, spec.to_json(), resolve(spec, ARMED), 0, 1, 1)
         self._tickets[capture] = ticket
         self.recorder.open(capture, ticket, ids or list(range(prompt_len)), 0)

@@ -1,0 +1,236 @@
+"""Captures that are divided among stores, because ranks of their engine sent to several writers.
+
+Every store has the tokens of the whole capture and the rows of some layers, and says that the others are elsewhere.
+What is said of the sequence is what the first store says: its writer also hears how the request ended for the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import msgspec
+import numpy as np
+
+from schemas.catalog.parts import merged
+from schemas.catalog.records import Drop
+from schemas.codecs import identified
+from schemas.errors import NotFoundError
+from schemas.ids import split_capture_id
+from schemas.manifest import Manifest, Missing, SiteLayer
+from schemas.probes import Probe
+from schemas.read.captures import CaptureRow, Progress
+from schemas.read.coverage import Coverage, LayerGroup, Shared, clip, status_of_cover
+from schemas.read.coverage_cache import CoveredCapture
+from schemas.read.row_reader import RowReader
+from schemas.read.slices import DECODED, RowFormat, RowsAt, Slice
+from schemas.sites import parse_site
+from schemas.spec import Resolved
+from schemas.wire.layout import LEADER
+
+__all__ = ["DividedReader"]
+
+Place = tuple[str, int]  # a site and layer
+
+
+@dataclass(frozen=True, slots=True)
+class DividedReader:
+    """Stores in the order of their writers, with the functions of a RowReader for captures that are divided among them.
+
+    ``owner`` is held against the first store alone: an engine's other writers hear of nobody.
+    """
+
+    stores: Sequence[RowReader]
+
+    @property
+    def first(self) -> RowReader:
+        """The store that tells of the sequence."""
+        return self.stores[0]
+
+    # ── what is said of them ────────────────────────────────────────────────────────────────────────────────────
+
+    def capture(self, ref: str, owner: str | None = None) -> CaptureRow:
+        """Same as for one store, and so are those below."""
+        return replace(self.first.capture(ref, owner), status=self.covered(ref, owner)[0].capture.status)
+
+    def samples(self, ref: str, owner: str | None = None) -> list[str]:
+        return self.first.samples(ref, owner)
+
+    def target(self, ref: str, owner: str | None = None) -> tuple[str, str]:
+        return self.first.target(ref, owner)
+
+    def drops(self, capture: str, site: str, after: int) -> list[Drop]:
+        return self.first.drops(capture, site, after)
+
+    def engine_name(self, ref: str, owner: str | None = None) -> str | None:
+        return self.first.engine_name(ref, owner)
+
+    def probes(self, ref: str, owner: str | None = None) -> dict[str, Probe]:
+        return self.first.probes(ref, owner)
+
+    def names(self, ref: str, owner: str | None = None) -> dict[str, str]:
+        return self.first.names(ref, owner)
+
+    def sole(self, ref: str, owner: str | None = None) -> Manifest | list[str]:
+        samples = self.samples(ref, owner)
+        return samples if len(samples) > 1 else self.manifest(samples[0], owner)
+
+    def manifest(self, ref: str, owner: str | None = None) -> Manifest:
+        """Same; without the places of rows (``extents``), which are those of one store each, and the states of ranks.
+        """
+        told, covered = self.first.manifest(ref, owner), self.covered(ref, owner)[0]
+        rows = sorted((SiteLayer(site, layer, _resolved(covered).codec[site], group.expected, len(group.rows.positions),
+                                 group.missing, len(group.rejected.positions))
+                       for site, groups in covered.coverage.sites.items() for group in groups
+                       for layer in group.layers), key=lambda row: row.layer)
+        order = {site: number for number, site in enumerate(covered.coverage.sites)}
+        return msgspec.structs.replace(
+            told, status=covered.capture.status, resolved=msgspec.to_builtins(covered.resolved),
+            engine={name: value for name, value in told.engine.items() if name != "divided"},
+            sites=[msgspec.structs.replace(info, extents=[]) for info in told.sites],
+            rows=sorted(rows, key=lambda row: order[row.site]), parts=[])
+
+    def progress(self, ref: str, owner: str | None = None) -> Progress:
+        told, coverage = self.first.progress(ref, owner), (found := self.covered(ref, owner)[0]).coverage
+        groups = [group for groups in coverage.sites.values() for group in groups]
+        expected = sum(group.expected * len(group.layers) for group in groups)
+        captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
+        return replace(told, status=found.capture.status, expected=expected, captured=captured,
+                       missing=expected - captured)
+
+    def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
+        """Same, without what only one store can say: extents, drops, segments, and parts."""
+        first, widths = self.first.covered(ref, owner)
+        every = [first, *(each.covered(first.capture.id)[0] for each in self._that_have(first.capture.id))]
+        asked = {site: sorted({layer for each in every for layer in _resolved(each).layers.get(site, ())})
+                 for site in _resolved(first).layers}
+        homes = {place: number for number in reversed(range(len(every))) for place in _here(_resolved(every[number]))}
+        sites = {site: [group for number, each in enumerate(every)
+                        for group in _groups(each, site, [layer for layer in layers
+                                                          if homes.get((site, layer), 0) == number], first)]
+                 for site, layers in asked.items()}
+        resolved = msgspec.structs.replace(_resolved(first), layers=asked, writer=0, elsewhere={
+            site: away for site, layers in asked.items()
+            if (away := [layer for layer in layers if (site, layer) not in homes])})
+        waits = any(each.coverage.waits or (each.capture.finish_seq is None and not each.capture.lost)
+                    for each in every)
+        coverage = Coverage(first.coverage.end, sites, {site: [] for site in sites}, waits, first.coverage.ranges)
+        status = status_of_cover(first.capture, coverage)
+        if status == "complete" and not any(group.expected for groups in sites.values() for group in groups):
+            status = "empty"
+        return CoveredCapture(replace(first.capture, status=status), [], [], {}, coverage, resolved,
+                              sum(each.version for each in every)), widths
+
+    # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def slice(self, ref: str, site: str, layers: Sequence[int], start: int = 0, stop: int | None = None,
+              owner: str | None = None, rejected: bool = False) -> Slice:
+        """Same as for one store; rows that stores have in several formats are decoded."""
+        capture, site = self.first.capture(ref, owner).id, self.first.site_of(ref, site, owner)
+        end = self.covered(capture, owner)[0].coverage.end
+        last = stop if rejected else max(start, 0, end if stop is None else min(stop, end))
+        found = [(members, store.slice(capture, site, [layers[i] for i in members], start, last, None, rejected))
+                 for store, members in self._by_store(capture, site, layers)]
+        first = found[0][1]
+        keys = [_keys(each, rejected) for _, each in found]
+        common = reduce(lambda a, b: np.intersect1d(a, b, assume_unique=True), keys)
+        chosen = [(members, each, np.flatnonzero(np.isin(key, common)))
+                  for (members, each), key in zip(found, keys, strict=True)]
+        given, pieces = _put_together([(members, each, which) for members, each, which in chosen], len(layers))
+        at = chosen[0][2]
+        missing = [gap for _, each in found for gap in each.missing]
+        return replace(first, layers=list(layers), codec=given.codec, dtype=given.dtype, width=given.width,
+                       positions=first.positions[at], token_ids=first.token_ids[at], flags=first.flags[at],
+                       pieces=pieces, missing=missing if len(found) == 1 else merged(missing),
+                       clipped=start < 0 or (stop is not None and stop > end))
+
+    def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
+                ) -> RowsAt:
+        """Same as for one store; all of the captures must be divided among these."""
+        named = {ref: self.first.capture(ref, owner).id for ref in dict.fromkeys(ref for ref, _ in rows)}
+        asked = [(named[ref], position) for ref, position in rows]
+        found = [(members, store.rows_at(asked, site, [layers[i] for i in members]))
+                 for store, members in self._by_store(asked[0][0], parse_site(site, "site")[0], layers)]
+        every = np.arange(len(rows))
+        given, pieces = _put_together([(members, each, every) for members, each in found], len(layers))
+        return replace(found[0][1], layers=list(layers), codec=given.codec, dtype=given.dtype, width=given.width,
+                       pieces=pieces)
+
+    # ── which store has what ────────────────────────────────────────────────────────────────────────────────────
+
+    def _that_have(self, capture: str) -> Iterator[RowReader]:
+        """The other stores that have this sample of the request."""
+        for store in self.stores[1:]:
+            try:
+                store.capture(capture)
+            except NotFoundError:
+                continue
+            yield store
+
+    def _by_store(self, capture: str, site: str, layers: Sequence[int]) -> list[tuple[RowReader, list[int]]]:
+        """The stores that answer for layers of a site, each with the numbers of its ones in ``layers``. The first
+        answers for what no store has, too.
+        """
+        ulid, _ = split_capture_id(capture) or ("", None)
+        having = [self.first, *self._that_have(capture)]
+        found: list[tuple[RowReader, list[int]]] = [(store, []) for store in having]
+        told = [store.division(ulid) for store in having]
+        for number, layer in enumerate(layers):
+            home = next((at for at, each in enumerate(told) if each is not None and (site, layer) in each.places), 0)
+            found[home][1].append(number)
+        return [each for each in found if each[1]] or found[:1]
+
+
+def _resolved(covered: CoveredCapture) -> Resolved:
+    assert covered.resolved is not None  # a capture that no engine has begun is not divided
+    return covered.resolved
+
+
+def _here(resolved: Resolved) -> list[Place]:
+    return [(site, layer) for site, layers in resolved.layers.items() for layer in layers
+            if layer not in resolved.elsewhere.get(site, ())]
+
+
+def _groups(covered: CoveredCapture, site: str, layers: Sequence[int], first: CoveredCapture) -> Iterator[LayerGroup]:
+    """What a store has of some layers, within the positions that ``first`` has."""
+    end, ranges = first.coverage.end, first.coverage.ranges
+    beyond = [Missing(max(start, covered.coverage.end), stop, covered.parts.rest(covered.capture, LEADER))
+              for start, stop in ranges if stop > covered.coverage.end]
+    for group in covered.coverage.sites.get(site, ()):
+        if not (mine := tuple(layer for layer in group.layers if layer in layers)):
+            continue
+        kept = group.rows.positions < end
+        missing = [Missing(gap.start, min(gap.stop, end), gap.reason) for gap in group.missing if gap.start < end]
+        yield LayerGroup(mine, sum(stop - start for start, stop in clip(ranges, end)), group.rows[kept],
+                         [*missing, *beyond], group.rejected,
+                         tuple(Shared(one.start, one.stop, one.rows[kept], one.rejected) for one in group.shares))
+
+
+def _keys(found: Slice, rejected: bool) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """What tells a row from others of the slice: its position; of rejected drafts also which of several there."""
+    position = found.positions.astype(np.int64)
+    if not rejected:
+        return position
+    order = np.arange(len(position)) - np.searchsorted(position, position)
+    return position << 32 | order
+
+
+def _put_together(parts: Sequence[tuple[list[int], Slice | RowsAt, np.ndarray[tuple[int], np.dtype[np.int64]]]],
+                  layers: int) -> tuple[RowFormat, dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]]]:
+    """The chosen rows of all parts as one format and its streams' pieces, ``[layers, n, …]``; of each part the layers
+    that it has.
+    """
+    formats = {RowFormat(each.codec, each.dtype, each.width) for _, each, _ in parts}
+    first = parts[0][1]
+    given = formats.pop() if len(formats) == 1 else RowFormat(*DECODED, identified(first.codec).decoded_width(
+        first.width))
+    given.check_bytes(layers * len(parts[0][2]))
+    made: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = {}
+    for stream in given.streams:
+        whole = np.empty((layers, len(parts[0][2]), *stream.shape), stream.dtype)
+        for members, each, which in parts:
+            pieces = each.values() if formats else each.pieces[stream.name]
+            whole[members] = pieces[:, which]
+        made[stream.name] = whole
+    return given, made

@@ -1,0 +1,267 @@
+"""One engine whose two stages send to a writer each: every store has some layers, and both together have the capture."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+from typer.testing import CliRunner
+
+from engine_side.tap.shares import layout_of
+from engine_side.tap.stages import Stage
+from engine_side.tap.writers import divided
+from schemas.bucket.divided import DividedReader
+from schemas.bucket.reader import open_reader
+from schemas.errors import ConflictError, NotFoundError
+from schemas.ids import new_ulid
+from schemas.read.reader import StoreReader
+from schemas.wire.ask_store import reached_store
+from tests.engine_side.transport.test_sender import LAYERS, TOKENS, WIDTH, Tapped
+from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
+from vllm_tap.bucket.push import push
+from vllm_tap.cli.main import app
+from vllm_tap.errors import MissingRows
+from vllm_tap.loader import rows
+from vllm_tap.store import open_store
+
+STAGES = [Stage(0, 2, 0, 3), Stage(1, 2, 3, 4)]  # layers 0 to 2, and 3
+PROMPT = 40
+
+
+@dataclass
+class Hosts:
+    """Two hosts, each with a writer and a stage of the engine."""
+
+    writers: list[WriterProcess]
+    stages: list[Tapped]
+    number: int = 0
+    made: list[str] = field(default_factory=list)
+
+    @property
+    def stores(self) -> list[Path]:
+        return [writer.store for writer in self.writers]
+
+    def open(self, **asked: Any) -> str:
+        """Begin a request on both."""
+        capture = self.stages[0].open(PROMPT, **asked)
+        self.stages[1].open(PROMPT, **{**asked, "id": capture})
+        self.made.append(capture)
+        return capture
+
+    def step(self, capture: str, who: list[Tapped] | None = None) -> None:
+        self.number += 1
+        for stage in who or self.stages:
+            stage.step(capture, 0, PROMPT, self.number)
+
+    def finish(self, capture: str) -> None:
+        for stage in self.stages:
+            stage.finish(capture, PROMPT)
+
+    def whole(self, **asked: Any) -> str:
+        """One request from begin to end; every store knows that it ended."""
+        capture = self.open(**asked)
+        self.step(capture)
+        self.finish(capture)
+        for store in self.stores:
+            assert until(lambda store=store: ended(store, capture), 20)
+        return capture
+
+    def row(self, layer: int) -> np.ndarray[Any, Any]:
+        """What the model computed of a layer."""
+        found: np.ndarray[Any, Any] = self.stages[layer == 3].staging.buffers[SITE][layer, :PROMPT].numpy()
+        return found
+
+
+def ended(store: Path, capture: str) -> bool:
+    """Whether a store says so, or has nothing of the capture at all."""
+    with StoreReader(store) as reader:
+        try:
+            return reader.capture(capture).status not in ("pending", "running")
+        except NotFoundError:
+            return True
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    whole = structs.replace(engine_info(WIDTH, LAYERS), group="job-0", instance="job-0", layout=layout_of(
+        {SITE: list(range(LAYERS))}, {SITE: WIDTH}, {SITE: WIDTH}, 1, STAGES))
+    with ExitStack() as stack:
+        writers = [stack.enter_context(WriterProcess(tmp_path / name, "--seal-idle-s", "0.3", "--keep-s", "1000"))
+                   for name in ("a", "b")]
+        stores = [reached_store(writer.endpoint, None, 20.0) for writer in writers]
+        assert all(stores) and len(set(stores)) == 2
+        stages = []
+        for rank, writer in enumerate(writers):
+            stages.append(Tapped(writer.endpoint, group=divided(whole, rank, stores)))
+            stack.callback(stages[-1].close)
+        yield Hosts(writers, stages)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+
+
+def test_a_store_alone_says_what_is_elsewhere(hosts: Hosts) -> None:
+    capture = hosts.whole()
+    for store, mine in zip(hosts.stores, ([0, 1, 2], [3]), strict=True):
+        with StoreReader(store) as reader:
+            manifest = reader.manifest(capture)
+            assert manifest.status == "incomplete" and manifest.resolved["layers"] == {SITE: [0, 1, 2, 3]}
+            for row in manifest.rows:
+                here = row.layer in mine
+                assert row.captured == (PROMPT if here else 0)
+                assert [(gap.start, gap.stop, gap.reason) for gap in row.missing] == (
+                    [] if here else [(0, PROMPT, "elsewhere")])
+                found = reader.slice(capture, SITE, [row.layer])
+                assert len(found.positions) == row.captured and found.missing == row.missing
+                if here:
+                    assert np.array_equal(found.values()[0], hosts.row(row.layer))
+
+
+def test_both_together_have_every_row(hosts: Hosts, cache: None) -> None:
+    capture, other = hosts.whole(), hosts.whole(layers=[1, 3])
+    with open_store(hosts.stores[::-1]) as store:
+        manifest = store.manifest(capture)
+        assert (manifest.status, manifest.expected, manifest.captured) == ("complete", 4 * PROMPT, 4 * PROMPT)
+        assert [(row.site, row.layer) for row in manifest.rows] == [(SITE, layer) for layer in range(4)]
+        assert "elsewhere" not in manifest.resolved and not any(row.missing for row in manifest.rows)
+        assert [(row.id, row.status) for row in store.captures()] == [(other, "complete"), (capture, "complete")]
+        assert store.store_of(capture) == str(hosts.stores[0])
+        for layers in ([0], [3], [3, 0], [0, 1, 2, 3]):
+            found = store.reader.slice(capture, SITE, layers, 5, 30)
+            assert found.layers == layers and found.positions.tolist() == list(range(5, 30)) and not found.missing
+            for got, layer in zip(found.values(), layers, strict=True):
+                assert np.array_equal(got, hosts.row(layer)[5:30])
+        mixed = [(capture, 7), (other, 3), (capture, 0)]
+        at = store.reader.rows_at(mixed, SITE, [3, 1])
+        assert np.array_equal(at.values(), np.stack([hosts.row(layer)[[7, 3, 0]] for layer in (3, 1)]))
+        assert at.token_ids.tolist() == [7, 3, 0]
+        progress = store.reader.progress(other)
+        assert (progress.status, progress.expected, progress.missing) == ("complete", 2 * PROMPT, 0)
+        assert store.reader.slice(other, SITE, [1], 0, 10**6).clipped
+        with pytest.raises(NotFoundError, match=r"has no layer \[0\] of resid_post"):
+            store.reader.slice(other, SITE, [0])
+
+
+def test_any_zarr_client_reads_both_as_one(hosts: Hosts, cache: None) -> None:
+    zarr = pytest.importorskip("zarr")
+    capture = hosts.whole()
+    with open_store(hosts.stores) as store:
+        group = zarr.open_group(store.capture(capture).zarr(), mode="r")
+        got = group[SITE]["rows"][:]
+        assert np.array_equal(got, np.stack([hosts.row(layer) for layer in range(4)], axis=1))
+
+
+def test_specs_of_one_stage_alone(hosts: Hosts, cache: None) -> None:
+    """The first writer is told of every capture, the others of those that have something for them."""
+    first, second = hosts.whole(layers=[0]), hosts.whole(layers=[3])
+    with StoreReader(hosts.stores[1]) as reader:
+        assert [row.id for row in reader.captures()] == [second] and reader.capture(second).status == "complete"
+    with open_store(hosts.stores) as store:
+        assert [(row.id, row.status) for row in store.captures()] == [(second, "complete"), (first, "complete")]
+        assert np.array_equal(store.reader.slice(second, SITE, [3]).values()[0], hosts.row(3))
+        assert np.array_equal(store.reader.slice(first, SITE, [0]).values()[0], hosts.row(0))
+        assert store.reader.places_of(first) == [str(hosts.stores[0])]
+        assert store.reader.places_of(second) == [*map(str, hosts.stores)]
+
+
+def test_what_one_writer_lacks_is_named(hosts: Hosts, cache: None) -> None:
+    """A stage behind, then one whose engine is lost."""
+    capture = hosts.open()
+    hosts.step(capture, hosts.stages[:1])
+    with open_reader([str(store) for store in hosts.stores]) as reader:
+        assert until(lambda: reader.progress(capture).captured == 3 * PROMPT, 20)
+        gaps = reader.slice(capture, SITE, [2, 3]).missing
+        assert reader.capture(capture).status == "running" and {gap.reason for gap in gaps} == {"pending"}
+        hosts.stages[0].finish(capture, PROMPT)
+        assert until(lambda: ended(hosts.stores[0], capture), 20)
+        assert reader.manifest(capture).status == "running", "the other stage has not ended it"
+        hosts.stages[1].finish(capture, PROMPT)
+        assert until(lambda: ended(hosts.stores[1], capture), 20)
+        manifest = reader.manifest(capture)
+        assert manifest.status == "incomplete"
+        assert {(row.layer, row.captured, *(gap.reason for gap in row.missing)) for row in manifest.rows} == {
+            (0, PROMPT), (1, PROMPT), (2, PROMPT), (3, 0, "dropped")}
+
+
+def test_a_store_that_is_not_there_yet(hosts: Hosts, url: str, cache: None) -> None:
+    """The second node pushes later: until then its layers are elsewhere; then they are read from the bucket."""
+    capture = hosts.whole()
+    assert until(lambda: all(list((store / "blocks").glob("*.zarr")) for store in hosts.stores), 60)
+    push(hosts.stores[0], f"{url}/a")
+    with open_store(f"{url}/*") as store:
+        assert store.manifest(capture).status == "incomplete"
+        with pytest.raises(MissingRows, match="elsewhere"):
+            store.capture(capture).rows(SITE, [0, 3])
+        push(hosts.stores[1], f"{url}/b")
+        assert store.refresh()
+        assert store.manifest(capture).status == "complete"
+        assert np.array_equal(store.reader.slice(capture, SITE, [0, 3]).values(), np.stack([hosts.row(0), hosts.row(3)]))
+
+
+def test_training_reads_each_layer_where_it_is(hosts: Hosts, cache: None) -> None:
+    made = [hosts.whole() for _ in range(3)]
+    assert until(lambda: all(list((store / "blocks").glob("*.zarr")) for store in hosts.stores), 60)
+    for layer in range(4):
+        read = rows([str(store) for store in hosts.stores], SITE, layer, shuffle=False)
+        assert len(read) == len(made) * PROMPT
+    with pytest.raises(NotFoundError, match="none has the layers"):
+        rows([str(store) for store in hosts.stores], SITE, [0, 3])
+
+
+def test_rm_deletes_in_every_store(hosts: Hosts, url: str, cache: None) -> None:
+    """One in a bucket, by a name that only the first writer knows."""
+    capture, kept = hosts.whole(), hosts.whole()
+    with Sender(hosts.writers[0].endpoint, role="api") as api:
+        api.own(late := new_ulid(), aliases=["cmpl-1"])
+        api.wait()
+    hosts.whole(id=late)
+    assert until(lambda: list((hosts.stores[1] / "blocks").glob("*.zarr")), 60)
+    push(hosts.stores[1], f"{url}/b")
+    places = ["--store", str(hosts.stores[0]), "--store", f"{url}/b"]
+    for ref in (capture, "cmpl-1"):
+        done = CliRunner().invoke(app, ["rm", ref, *places])
+        assert done.exit_code == 0, done.output
+    with open_store([str(hosts.stores[0]), f"{url}/b"]) as store:
+        assert until(lambda: [row.id for row in store.captures()] == [kept], 20)
+
+
+def test_owners_see_their_own(hosts: Hosts, cache: None) -> None:
+    """An engine's other writers hear of no owner: the first one's word counts."""
+    with Sender(hosts.writers[0].endpoint, role="api") as api:
+        api.own(capture := new_ulid(), owner="anna")
+        api.wait()
+    hosts.whole(id=capture)
+    with open_reader([str(store) for store in hosts.stores]) as reader:
+        assert np.array_equal(reader.slice(capture, SITE, [3], owner="anna").values()[0], hosts.row(3))
+        assert isinstance(reader.home(capture, "anna"), DividedReader)
+        assert [row.id for row in reader.captures("anna")] == [capture]
+        assert reader.captures("bob") == []
+        with pytest.raises(NotFoundError):
+            reader.slice(capture, SITE, [3], owner="bob")
+
+
+def test_twins_are_still_refused(hosts: Hosts, tmp_path: Path, cache: None) -> None:
+    """The same layers twice: of a job that ran twice with one id."""
+    capture = hosts.whole()
+    third = tmp_path / "c"
+    with WriterProcess(third) as writer:
+        twin = Tapped(writer.endpoint, group=(hosts.stages[1].info, 0))
+        twin.open(PROMPT, id=capture)
+        twin.step(capture, 0, PROMPT, 1)
+        twin.finish(capture, PROMPT)
+        assert until(lambda: ended(third, capture), 20)
+        twin.close()
+        writer.stop()
+    with open_reader([*map(str, hosts.stores), str(third)]) as reader:
+        for call in (lambda: reader.manifest(capture), reader.captures):
+            with pytest.raises(ConflictError, match=f"capture {capture} is in several stores"):
+                call()
