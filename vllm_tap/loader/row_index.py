@@ -20,6 +20,7 @@ import xxhash
 from schemas.bucket.reader import BucketReader
 from schemas.catalog.records import Segment
 from schemas.errors import ArgumentError, NotFoundError
+from schemas.manifest import ELSEWHERE
 from schemas.read.reader import CaptureRow, Places, StoreReader
 from schemas.read.slices import RowFormat
 from schemas.sites import parse_site, site_named
@@ -164,14 +165,15 @@ def build_index(store: str | Path | InBucket, keys: tuple[Key, ...], where: Wher
 
 
 def _check_whole(reader: StoreReader | BucketReader, row: CaptureRow, by_site: dict[str, list[int]]) -> None:
-    """MissingRows where a capture lacks rows that it was asked for."""
+    """MissingRows where a capture lacks rows that it was asked for; none of what is in another store."""
     try:
         layers = reader.manifest(row.id).rows
     except NotFoundError:
         return  # deleted meanwhile
     for each in layers:
-        if each.missing and each.layer in by_site.get(each.site, ()):
-            raise MissingRows(row.id, f"{each.site}, layer {each.layer}", each.missing)
+        lacks = [gap for gap in each.missing if gap.reason != ELSEWHERE]
+        if lacks and each.layer in by_site.get(each.site, ()):
+            raise MissingRows(row.id, f"{each.site}, layer {each.layer}", lacks)
 
 
 def _places(reader: StoreReader | BucketReader, row: CaptureRow, by_site: dict[str, list[int]], codec: str | None,
