@@ -125,12 +125,23 @@ class ApiService:
         return await anyio.to_thread.run_sync(lambda: self._read(call, others),
                                               limiter=limiter if others is None else self.others_limit)
 
+    async def is_here(self, ref: str, owner: str) -> bool:
+        """Whether the store that this service writes to has a capture, or no other one is read."""
+        return self.others is None or await anyio.to_thread.run_sync(lambda: _has(self.reader(), ref, owner))
+
+    async def waits_for(self, ref: str, owner: str) -> bool:
+        """Whether a capture may still be made: what other stores have is final."""
+        return await self.is_here(ref, owner) or await self.elsewhere(ref, owner) is None
+
     async def elsewhere(self, ref: str, owner: str) -> FollowedBuckets | None:
-        """The other stores, if one of them has a capture and this one has not. BucketError where that cannot be told.
+        """The other stores, if one of them has a capture, or layers of it, and this one has not. BucketError where
+        that cannot be told.
         """
         others = self.others
-        if others is None or await anyio.to_thread.run_sync(lambda: _has(self.reader(), ref, owner)):
+        if others is None:
             return None
+        if await self.is_here(ref, owner):
+            return others if await anyio.to_thread.run_sync(lambda: is_divided(self.reader(), ref, owner)) else None
         found = await anyio.to_thread.run_sync(lambda: others.read(lambda reader: _has(reader, ref, owner)),
                                                limiter=self.others_limit)
         return others if found else None
@@ -232,6 +243,12 @@ def _has(reader: AnyReader, ref: str, owner: str) -> bool:
         return bool(reader.samples(ref, owner))
     except NotFoundError:
         return False
+
+
+def is_divided(reader: AnyReader, ref: str, owner: str) -> bool:
+    """Whether a capture of this node has layers in stores of other nodes."""
+    ulid, _ = split_capture_id(reader.samples(ref, owner)[0]) or ("", None)
+    return isinstance(reader, StoreReader) and (found := reader.division(ulid)) is not None and found.is_partial
 
 
 def owner_of(request: Request) -> str:

@@ -17,7 +17,7 @@ from api.metrics import BucketMetrics
 from schemas.bucket.places import is_url, prefix_of
 from schemas.bucket.reader import AnyReader, BucketReader, Cataloged, OneReader, several_reader
 from schemas.bucket.several import SeveralReader
-from schemas.errors import BucketError, StartError, TapError
+from schemas.errors import BucketError, ConflictError, StartError, TapError
 from schemas.objects.objects import Objects
 from schemas.postgres.connection import CatalogUrl
 from schemas.read.reader import StoreReader
@@ -104,16 +104,24 @@ class FollowedBuckets:
             log.info("%s is read again", self.url)
 
     def delete(self, ref: str, owner: str) -> None:
-        """Delete a capture, with all its samples, in the bucket that has it; what follows sees none of them.
+        """Delete a capture, with all its samples, in the buckets that have it; what follows sees none of them. What
+        this host's store has of it stays.
 
-        NotFoundError; ConflictError: it is on hold; BucketError and CatalogError, as of what deletes.
+        NotFoundError; ConflictError: it is on hold, or layers of it are in stores that are not read; BucketError and
+        CatalogError, as of what deletes.
         """
         reader = self.reader()
-        urls = reader.places_of(ref, owner) if isinstance(reader, SeveralReader) else [self._stores.url]
+        samples, urls = reader.samples(ref, owner), [self._stores.url]
+        if isinstance(reader, SeveralReader):
+            urls = [place for place in reader.places_of(ref, owner) if place != str(self._config.store)]
+        for sample in samples:
+            if lacks := reader.manifest(sample, owner).resolved.get("elsewhere"):
+                raise ConflictError(f"capture {sample} has layers in a store that is not read here ({lacks}): wait for "
+                                    "the next push of its node, or use vllm-tap rm with a --store for each")
         if self._deletes is None:
             raise ApiError(403, "read_only", f"the capture is in {', '.join(urls)}, and this service was started "
                            "without --deletes; delete it there, or with vllm-tap rm CAPTURE --store URL")
-        for url, samples in [(url, reader.samples(ref, owner)) for url in urls]:
+        for url in urls:
             self._deletes.delete(url, samples)
         self.look()
 

@@ -14,11 +14,11 @@ from api.description import DONE, answers, json_content
 from api.errors import Json
 from api.live.waiting import FINAL, poll
 from api.parameters import SITE_SCHEMA, ULID, Parameters, Ref, Route, Seconds, digits
-from api.service import owner_of, service_of
+from api.service import is_divided, owner_of, service_of
 from schemas import limits
 from schemas.bucket.reader import AnyReader
 from schemas.catalog.filters import WHEN, read_filter
-from schemas.errors import NotFoundError
+from schemas.errors import ConflictError, NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
 from schemas.wire.messages import Delete
@@ -91,7 +91,7 @@ async def manifest(request: Request, ref: Ref, asked: Annotated[WaitParameters, 
         return as_json(reader.manifest(ref, owner)) if len(samples) == 1 else {"id": ulid_of(samples[0]),
                                                                                "captures": samples}
 
-    if asked.wait is not None and await service.elsewhere(ref, owner) is None:  # what is elsewhere is final
+    if asked.wait is not None and await service.waits_for(ref, owner):
         await poll(service, final, bool, asked.timeout)
     return Json(await service.read_capture(ref, owner, answer))
 
@@ -114,9 +114,14 @@ def as_json(found: Manifest) -> dict[str, Any]:
 async def delete(request: Request, ref: Ref) -> Response:
     """Hides a capture (with all its samples) for good, and lets its bytes go; 409 while it is held."""
     service, owner = service_of(request), owner_of(request)
+    is_ours = service.bucket is None and await service.is_here(ref, owner)
     if (bucket := service.bucket or await service.elsewhere(ref, owner)) is not None:
         await anyio.to_thread.run_sync(lambda: bucket.delete(ref, owner), limiter=service.delete_limit)
-        return Response(status_code=204)
+        if not is_ours:
+            return Response(status_code=204)
+    elif await service.read(lambda reader: is_divided(reader, ref, owner)):
+        raise ConflictError(f"layers of capture {ref} are in other writers' stores: start this service with --also and "
+                            "--deletes, or use vllm-tap rm with a --store for each")
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Delete(seq=seq, capture=target))
 

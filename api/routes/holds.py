@@ -29,7 +29,7 @@ async def release(request: Request, ref: Ref) -> Response:
 
 async def _set(request: Request, ref: str, on: bool) -> Response:
     service, owner = service_of(request), owner_of(request)
-    if await service.elsewhere(ref, owner) is not None:
+    if not await service.is_here(ref, owner) and await service.elsewhere(ref, owner) is not None:
         raise ApiError(403, "read_only", f"capture {ref} is in another node's store; hold and release it there")
     target, last = await service.read(lambda reader: reader.target(ref, owner))
     await service.submit(lambda seq: Hold(seq=seq, capture=target, on=on))

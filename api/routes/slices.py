@@ -48,7 +48,7 @@ async def activations(request: Request, ref: Ref, asked: Annotated[SliceQuery, Q
         manifest = sole(service.reader(), ref, owner)
         return manifest, manifest.status in FINAL or _rows_there(manifest, query)
 
-    if query.wait and await service.elsewhere(ref, owner) is None:  # what is elsewhere is final
+    if query.wait and await service.waits_for(ref, owner):
         manifest, there = await poll(service, look, lambda found: found[1], query.timeout)
         if not there:
             raise ApiError(504, "timeout", f"capture {manifest.id} is {manifest.status} after {query.timeout:g} s; "

@@ -98,13 +98,14 @@ class NamedCapture(NamedTuple):
 
 class Division(NamedTuple):
     """The part of a request's captures that one of several writers has: the ``places`` (site, layer) that were asked
-    for and are sent to it. ``request``: what was asked, the same in every store.
+    for and are sent to it, ``is_partial`` where others get more. ``request``: what was asked, the same in every store.
     """
 
     writer: int
     owner: str
     request: tuple[str | None, bytes]
     places: frozenset[tuple[str, int]]
+    is_partial: bool
 
 
 class CatalogReader:
@@ -223,7 +224,7 @@ class CatalogReader:
             return {str(row["ulid"]) for row in now.db.execute(query, (json.dumps(dict.fromkeys(ulids)), *args))}
 
     def division(self, ulid: str) -> Division | None:
-        """The layers that this store has of a request's captures; None where no other store has any of them."""
+        """The layers that this store has of a request's captures; None where no other store can have any of them."""
         query = "SELECT * FROM captures WHERE ulid = ? AND deleted = 0 AND resolved IS NOT NULL ORDER BY sample LIMIT 1"
         with self._catalog.moment() as now:
             row = now.db.execute(query, (ulid,)).fetchone()
@@ -231,7 +232,8 @@ class CatalogReader:
             return None
         here = {(site, layer) for site, layers in resolved.layers.items() for layer in layers
                 if layer not in resolved.elsewhere.get(site, ())}
-        return Division(resolved.writer, capture.owner, (capture.asked, capture.prompt_tokens), frozenset(here))
+        return Division(resolved.writer, capture.owner, (capture.asked, capture.prompt_tokens), frozenset(here),
+                        bool(resolved.elsewhere))
 
     def newest_named(self, alias: str, owner: str | None = None) -> NamedCapture | None:
         """The newest capture that was given a name beside its id, deleted or not; None where there is none."""

@@ -13,7 +13,7 @@ from api.__main__ import main
 from api.auth.keys import make_key
 from schemas.ids import new_ulid
 from tests.support.buckets import FaultProxy
-from tests.support.store_helpers import SITE, until
+from tests.support.store_helpers import SITE, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import erase
 from tests.vllm_tap.bucket.serving.test_api import NEVER, OFTEN, asked, beside, code, serving
 from tests.vllm_tap.bucket.several.conftest import BEGAN_MS, Nodes, fill
@@ -21,9 +21,11 @@ from tests.vllm_tap.bucket.several.test_serving import listed
 from vllm_tap.bucket.push import push
 
 
-def also(folder: Path, store: Path, *more: str, key: str = "") -> AbstractContextManager[httpx.Client]:
-    """The service of a node; its writer and its engine are away."""
-    return serving(folder, str(store), "--endpoint", f"ipc://{folder}/none", "--upstream", "http://127.0.0.1:9",
+def also(folder: Path, store: Path, *more: str, key: str = "", writer: WriterProcess | None = None
+         ) -> AbstractContextManager[httpx.Client]:
+    """The service of a node; its engine is away, and its writer where none is given."""
+    endpoint = f"ipc://{folder}/none" if writer is None else writer.endpoint
+    return serving(folder, str(store), "--endpoint", endpoint, "--upstream", "http://127.0.0.1:9",
                    "--cache", str(folder / "cache"), *more, key=key)
 
 

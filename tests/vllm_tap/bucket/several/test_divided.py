@@ -1,9 +1,10 @@
-"""One engine whose two stages send to a writer each: every store has some layers, and both together have the capture."""
+"""One engine whose two stages send to a writer each: every store has some layers, and both together the capture."""
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from msgspec import structs
+from safetensors.numpy import load
 from typer.testing import CliRunner
 
 from engine_side.tap.shares import layout_of
@@ -24,6 +26,9 @@ from schemas.read.reader import StoreReader
 from schemas.wire.ask_store import reached_store
 from tests.engine_side.transport.test_sender import LAYERS, WIDTH, Tapped
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
+from tests.vllm_tap.bucket.serving.test_api import OFTEN, code
+from tests.vllm_tap.bucket.several.test_beside import also
+from tests.vllm_tap.bucket.several.test_serving import listed
 from vllm_tap import rows
 from vllm_tap.bucket.push import push
 from vllm_tap.cli.main import app
@@ -88,12 +93,22 @@ def ended(store: Path, capture: str) -> bool:
             return False
 
 
+def sealed(store: Path) -> bool:
+    """Whether all that a store has can be pushed."""
+
+    def look() -> bool:
+        with closing(sqlite3.connect(f"file:{store}/catalog.sqlite?mode=ro", uri=True)) as db:
+            return db.execute("SELECT MIN(sealed) FROM segments").fetchone() == (1,)
+
+    return until(look, 60)
+
+
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
     whole = structs.replace(engine_info(WIDTH, LAYERS), group="job-0", instance="job-0", layout=layout_of(
         {SITE: list(range(LAYERS))}, {SITE: WIDTH}, {SITE: WIDTH}, 1, STAGES))
     with ExitStack() as stack:
-        writers = [stack.enter_context(WriterProcess(tmp_path / name, "--seal-idle-s", "0.3", "--keep-s", "1000"))
+        writers = [stack.enter_context(WriterProcess(tmp_path / name, "--seal-idle-s", "0.3", "--keep-s", "0.2"))
                    for name in ("a", "b")]
         stores = [reached_store(writer.endpoint, None, 20.0) for writer in writers]
         assert all(stores) and len(set(stores)) == 2
@@ -195,7 +210,7 @@ def test_what_one_writer_lacks_is_named(hosts: Hosts, cache: None) -> None:
 def test_a_store_that_is_not_there_yet(hosts: Hosts, url: str, cache: None) -> None:
     """The second node pushes later: until then its layers are elsewhere; then they are read from the bucket."""
     capture = hosts.whole()
-    assert until(lambda: all(list((store / "blocks").glob("*.zarr")) for store in hosts.stores), 60)
+    assert all(map(sealed, hosts.stores))
     push(hosts.stores[0], f"{url}/a")
     with open_store(f"{url}/*") as store:
         assert store.manifest(capture).status == "incomplete"
@@ -204,12 +219,13 @@ def test_a_store_that_is_not_there_yet(hosts: Hosts, url: str, cache: None) -> N
         push(hosts.stores[1], f"{url}/b")
         assert store.refresh()
         assert store.manifest(capture).status == "complete"
-        assert np.array_equal(store.reader.slice(capture, SITE, [0, 3]).values(), np.stack([hosts.row(0), hosts.row(3)]))
+        got = store.reader.slice(capture, SITE, [0, 3]).values()
+        assert np.array_equal(got, np.stack([hosts.row(0), hosts.row(3)]))
 
 
 def test_training_reads_each_layer_where_it_is(hosts: Hosts, cache: None) -> None:
     made = [hosts.whole() for _ in range(3)]
-    assert until(lambda: all(list((store / "blocks").glob("*.zarr")) for store in hosts.stores), 60)
+    assert all(map(sealed, hosts.stores))
     for layer in range(4):
         read = rows([str(store) for store in hosts.stores], SITE, layer, allow_missing=False)
         assert read.rows == len(made) * PROMPT and sorted(read.captures) == sorted(made)
@@ -226,7 +242,7 @@ def test_rm_deletes_in_every_store(hosts: Hosts, url: str, cache: None) -> None:
         api.own(late := new_ulid(), aliases=["cmpl-1"])
         api.wait()
     hosts.whole(id=late)
-    assert until(lambda: list((hosts.stores[1] / "blocks").glob("*.zarr")), 60)
+    assert sealed(hosts.stores[1])
     push(hosts.stores[1], f"{url}/b")
     places = ["--store", str(hosts.stores[0]), "--store", f"{url}/b"]
     for ref in (capture, "cmpl-1"):
@@ -267,3 +283,38 @@ def test_twins_are_still_refused(hosts: Hosts, tmp_path: Path, cache: None) -> N
         for call in (lambda: reader.manifest(capture), reader.captures):
             with pytest.raises(ConflictError, match=f"capture {capture} is in several stores"):
                 call()
+
+
+def test_the_service_of_a_node_reads_what_the_other_pushed(hosts: Hosts, url: str, tmp_path: Path) -> None:
+    capture, half = hosts.whole(), hosts.whole(layers=[1])
+    assert sealed(hosts.stores[1])
+    path, missing = f"/v1/captures/{capture}", "elsewhere"
+    with also(tmp_path / "alone", hosts.stores[0], writer=hosts.writers[0]) as client:
+        assert client.get(f"{path}?wait=complete&timeout=20").json()["status"] == "incomplete"
+        found = client.get(f"{path}/activations?site={SITE}&layer=0,3")
+        assert found.status_code == 200 and missing in found.headers["x-tap-missing"]
+        assert code(client.delete(path)) == (409, "conflict"), "layers would stay elsewhere"
+    (tmp_path / "bucket").mkdir()
+    with also(tmp_path / "both", hosts.stores[0], "--also", f"{url}/*", "--deletes", *OFTEN, writer=hosts.writers[0]
+              ) as client:
+        assert code(client.delete(path)) == (409, "conflict"), "the other node has not pushed yet"
+        push(hosts.stores[1], f"{url}/b")
+        assert until(lambda: client.get(path).json()["status"] == "complete", 60)
+        assert client.get(f"{path}?wait=complete&timeout=20").json()["missing"] == 0
+        found = client.get(f"{path}/activations?site={SITE}&layer=3,0&format=safetensors&wait=rows")
+        assert found.status_code == 200 and found.headers["x-tap-missing"] == "[]"
+        loaded = load(found.content)
+        for layer in (0, 3):
+            assert np.array_equal(loaded[f"{SITE}.{layer}"], hosts.row(layer))
+        assert listed(client) == [half, capture]
+        assert client.get(f"{path}/map?site={SITE}").status_code == 200
+        assert client.delete(path).status_code == 204 and client.get(path).status_code == 404
+        assert client.delete(f"/v1/captures/{half}").status_code == 204
+        assert listed(client) == []
+    assert push(hosts.stores[1], f"{url}/b").followed == 1
+    assert until(lambda: not ids_of(hosts.stores[1]), 20)
+
+
+def ids_of(store: Path) -> list[str]:
+    with StoreReader(store) as reader:
+        return [row.id for row in reader.captures()]
