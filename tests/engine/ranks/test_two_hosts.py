@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
+from schemas.bucket.reader import open_reader
 from schemas.read.reader import StoreReader
 from schemas.wire.curve import make_sender
 from tests.engine.conftest import ENVIRONMENT
@@ -51,6 +52,11 @@ class Pair:
     store: Path
     model: str
 
+    @property
+    def stores(self) -> list[str]:
+        """All of the writers' stores."""
+        return [str(store) for store in (self.store, self.store.with_name("store-b")) if store.exists()]
+
     def ask(self, lengths: list[int], **capture: Any) -> list[tuple[int, Any]]:
         """Status and body of generations with captures, at once, for prompts of these lengths."""
         bodies = [{"model": self.model, "prompt": tokens(length, seed=length), "max_tokens": 12, "ignore_eos": True,
@@ -62,16 +68,16 @@ class Pair:
         answers = self.ask(lengths, **capture)
         assert all(status == 200 for status, _ in answers), answers
         ids = [str(body["capture"]["id"]) for _, body in answers]
-        with StoreReader(self.store) as reader:
+        with open_reader(self.stores) as reader:
             assert all(until(lambda one=one: reader.capture(one).status == "complete", 60) for one in ids)
         return ids
 
-    def check(self, ids: list[str], reference: Reference, ranks: int) -> None:
+    def check(self, ids: list[str], reference: Reference, ranks: int, sites: list[str] = SITES) -> None:
         """Every row against Hugging Face."""
-        with StoreReader(self.store) as reader:
+        with open_reader(self.stores) as reader:
             for id_ in ids:
                 manifest = reader.manifest(id_)
-                assert {row.site for row in manifest.rows} == {*SITES} and len(manifest.parts) == ranks
+                assert {row.site for row in manifest.rows} == {*sites} and len(manifest.parts) == ranks
                 text = (*manifest.prompt_token_ids, *manifest.output_token_ids)
                 want = reference.rows(text)
                 for row in manifest.rows:
@@ -85,15 +91,23 @@ class Pair:
 
 
 @contextmanager
-def pair(folder: Path, sockets: Path, first: list[str], second: list[str]) -> Iterator[Pair]:
-    """Engines with these flags of vLLM on either host; writer, store and API on the first."""
+def pair(folder: Path, sockets: Path, first: list[str], second: list[str], sites: list[str] = SITES,
+         writers: str = "one") -> Iterator[Pair]:
+    """Engines with these flags of vLLM on either host; writer, store and API on the first, and a writer with a store
+    of its own on the second where there are several.
+    """
     keys, store, model = make_sender(folder / "curve", "second"), folder / "store", str(tiny_model())
     local = f"ipc://{sockets}/writer.sock"
     plain = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_TAP_")}
     plain |= {key: value for key, value in ENVIRONMENT.items() if not key.startswith("VLLM_TAP_")}
     plain |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     taps = {"VLLM_TAP_ENDPOINT": f"{local}|tcp://10.77.0.1:{WRITER}", "VLLM_TAP_CURVE": str(keys),
-            "VLLM_TAP_GROUP": "pair", "VLLM_TAP_ARM": ",".join(SITES), "VLLM_PLUGINS": "vllm_tap"}
+            "VLLM_TAP_GROUP": "pair", "VLLM_TAP_ARM": ",".join(sites), "VLLM_PLUGINS": "vllm_tap",
+            "VLLM_TAP_WRITERS": writers}
+    taps_there = taps
+    if writers == "several":
+        (folder / "there").mkdir(mode=0o700)
+        taps_there = {**taps, "VLLM_TAP_ENDPOINT": f"ipc://{folder}/there/writer.sock", "VLLM_TAP_CURVE": ""}
     (folder / "serve.py").write_text(SERVE)
     serve = [sys.executable, str(folder / "serve.py"), model, "--dtype", "float32", "--max-model-len", "256",
              "--block-size", "32", "--max-num-seqs", "8", "--max-num-batched-tokens", "48", "--enforce-eager",
@@ -105,8 +119,13 @@ def pair(folder: Path, sockets: Path, first: list[str], second: list[str]) -> It
                                   "--listen", f"tcp://10.77.0.1:{WRITER}", "--curve", str(folder / "curve")], plain,
                                  folder / "writer.log")}
         assert until(lambda: "writer listens" in (folder / "writer.log").read_text(), 120)
+        if writers == "several":
+            started["other"] = there.start([sys.executable, "-m", "writer_service", "--store", str(folder / "store-b"),
+                                            "--endpoint", taps_there["VLLM_TAP_ENDPOINT"], "--seal-idle-s", "1"], plain,
+                                           folder / "other.log")
+            assert until(lambda: "writer ready" in (folder / "other.log").read_text(), 120)
         started["first"] = here.start([*serve, "--port", str(PORT), *first], plain | taps, folder / "first.log")
-        started["second"] = there.start([*serve, "--headless", *second], plain | taps, folder / "second.log")
+        started["second"] = there.start([*serve, "--headless", *second], plain | taps_there, folder / "second.log")
 
         def ready() -> bool:
             for name, process in started.items():
@@ -157,3 +176,29 @@ def test_an_engine_whose_ranks_are_on_two_hosts(tmp_path: Path, sockets: Path,
         assert until(refused, 120)
         ((status, _),) = service.ask([9], sites=["resid_post"], layers=[0, 2])
         assert status == 200
+
+
+def test_an_engine_whose_ranks_have_a_writer_each(tmp_path: Path, sockets: Path,
+                                                  reference_of: Callable[[str], Reference]) -> None:
+    """Ranks deal the layers out, so that each store has every other one."""
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "10.77.0.1", "--master-port", "29511"]
+    sites = ["resid_post", "mlp_out"]
+    with pair(tmp_path, sockets, [*flags, "--node-rank", "0"], [*flags, "--node-rank", "1"], sites, "several"
+              ) as service:
+        ids = service.captures([5, 90, 31, 12], sites=sites)
+        service.check(ids, reference_of("qwen3"), 0, sites)
+        for store, parity in zip(service.stores, (0, 1), strict=True):
+            with StoreReader(store) as reader:
+                rows = reader.manifest(ids[0]).rows
+                assert {row.layer % 2 for row in rows if row.captured} == {parity}
+                assert {gap.reason for row in rows for gap in row.missing} == {"elsewhere"}
+        (odd,) = service.captures([7], sites=sites, layers=[1])
+        with open_reader(service.stores) as reader:
+            assert reader.slice(odd, "mlp_out", [1]).positions.size == 7 + 12 - 1
+
+
+def test_columns_of_a_row_go_to_one_writer(tmp_path: Path, sockets: Path) -> None:
+    flags = ["--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "10.77.0.1", "--master-port", "29511"]
+    with pytest.raises(AssertionError, match=r"several: ranks .* have a share of the columns of q\.0"), \
+            pair(tmp_path, sockets, [*flags, "--node-rank", "0"], [*flags, "--node-rank", "1"], ["q"], "several"):
+        pass
