@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
@@ -297,39 +298,59 @@ class SeveralReader(Unfollowed, Generic[R]):
 
     def page(self, owner: str | None = None, status: str | None = None, limit: int = 100, before: str | None = None,
              wanted: CaptureFilter | None = None) -> tuple[list[CaptureRow], str | None]:
-        """Same as for one store: newest first over all of them."""
+        """Same as for one store: newest first over all of them. A page by status may hold few where captures are
+        divided, whose status no store knows alone.
+        """
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
-        below, stores = None, self._every()
-        if before is not None and (below := max((place for reader in stores if (
-                place := reader.moment_of(before, owner)) is not None), default=None)) is None:
-            raise no_capture(before)
+        stores = self._every()
+        below = None if before is None else self._listed_at(before, owner)
         step = min(limit, max(_ROWS_MIN, 2 * limit // len(stores))) if stores else limit
         scan_max = max(step, limits.captures_scan_max // max(1, len(stores)))
-        lists = [_List(reader, below) for reader in stores]
+        lists = [_List(reader, below, partial(self._follows, name, owner=owner))
+                 for name, reader in self._stores.items()]
+        alone = None if status != "deleted" and any(reader.divides() for reader in stores) else status
         while True:
             for each in lists:
-                each.read_on(owner, status, step, wanted, scan_max)
+                each.read_on(owner, alone, step, wanted, scan_max)
             seen = max((each.seen for each in lists if each.seen is not None), default=None)  # by all of them
             rows = sorted((row for each in lists for row in each.rows if seen is None or _place(row) >= seen),
                           key=_place, reverse=True)
+            following = rows[limit - 1].id if len(rows) >= limit else None if seen is None else seen[1]
+            if following is not None and len(rows) < limit and self._listed_at(following, owner) != seen:
+                following = rows[-1].id if rows else ""  # a divided capture, listed where its first store has it
             last = seen is None or any(each.is_cut and each.seen == seen for each in lists)
-            if last or len(rows) >= limit:
+            if len(rows) >= limit or (last and following != ""):
                 break
             for each in lists:
                 each.is_due = each.seen == seen
-        following = rows[limit - 1].id if len(rows) >= limit else None if seen is None else seen[1]
         return [row for row in self._once(rows[:limit], owner) if status in (None, row.status)], following
 
+    def _listed_at(self, capture_id: str, owner: str | None) -> ListPlace:
+        """The place in lists of a capture that may be deleted; of a divided one, in its first store."""
+        ulid, places = _ulid(capture_id), list[tuple[int, ListPlace]]()
+        for reader in self._stores.values():
+            if (place := reader.moment_of(capture_id, owner)) is not None:
+                division = reader.division(ulid)
+                places.append((0 if division is None else -division.writer, place))
+        if not places:
+            raise no_capture(capture_id)
+        return max(places)[1]
+
     def _once(self, rows: Sequence[CaptureRow], owner: str | None) -> Iterator[CaptureRow]:
-        """Each capture once, a divided one where its first writer has it; ConflictError where two stores have one."""
+        """Each capture as all of its stores have it; ConflictError where two have one."""
         has = self._which({_ulid(row.id) for row in rows}, owner)
-        several = {ulid: self._together(ulid, names) for ulid, names in has.items() if len(names) > 1}
         for row in rows:
-            if (names := several.get(_ulid(row.id))) is None:
-                yield row
-            elif (first := self._stores[names[0]].division(_ulid(row.id))) and first.writer == row.writer:
-                yield self._reader_of(names).capture(row.id, owner)
+            names = has.get(_ulid(row.id), [])
+            several = len(names) > 1
+            yield self._reader_of(self._together(_ulid(row.id), names)).capture(row.id, owner) if several else row
+
+    def _follows(self, name: str, row: CaptureRow, owner: str | None) -> bool:
+        """Whether a store's line is of a divided capture that another store has before it in the order of writers."""
+        if row.writer is None:
+            return False
+        ulid = _ulid(row.id)
+        return self._together(ulid, self._which({ulid}, owner).get(ulid, [name]))[0] != name
 
     def _which(self, ulids: set[str], owner: str | None) -> dict[str, list[str]]:
         """The stores that have captures of each ULID which are not deleted."""
@@ -436,10 +457,12 @@ class SeveralReader(Unfollowed, Generic[R]):
 
 
 class _List(Generic[R]):
-    """The part of a store's list that was read: all of its ``rows`` down to ``seen``, None where that is its end."""
+    """The part of a store's list that was read: all of its ``rows`` down to ``seen``, None where that is its end, but
+    those that ``follow`` others.
+    """
 
-    def __init__(self, reader: R, below: ListPlace | None) -> None:
-        self._reader, self._below = reader, below
+    def __init__(self, reader: R, below: ListPlace | None, follow: Callable[[CaptureRow], bool]) -> None:
+        self._reader, self._below, self._follow = reader, below, follow
         self.rows: list[CaptureRow] = []
         self.seen: ListPlace | None = None
         self.is_due, self.is_cut = True, False  # whether to read on; whether a page ended before its rows were found
@@ -449,7 +472,7 @@ class _List(Generic[R]):
         """Read the next lines, where that is due."""
         if self.is_due:
             rows, self.seen = self._reader.page_below(self._below, owner, status, limit, wanted, scan_max)
-            self.rows += rows
+            self.rows += [row for row in rows if not self._follow(row)]
             self._below, self.is_cut = self.seen, len(rows) < limit
             self.is_due = False
 

@@ -50,7 +50,7 @@ class CaptureRow:
     finish_reason: str | None
     hold: bool = False
     adapter: str = ""  # the LoRA adapter that the model ran with
-    writer: int = 0  # the number of this store's writer among those of the engine's ranks
+    writer: int | None = None  # the number of this store's writer, where others have more of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,12 @@ class CatalogReader:
         return Division(resolved.writer, capture.owner, (capture.asked, capture.prompt_tokens), frozenset(here),
                         bool(resolved.elsewhere))
 
+    def divides(self) -> bool:
+        """Whether any engine sent some layers here and others to other writers."""
+        query = "SELECT EXISTS (SELECT 1 FROM engines WHERE json_extract(info, '$.divided') IS NOT NULL)"
+        with self._catalog.moment() as now:
+            return bool(now.db.execute(query).fetchone()[0])
+
     def newest_named(self, alias: str, owner: str | None = None) -> NamedCapture | None:
         """The newest capture that was given a name beside its id, deleted or not; None where there is none."""
         with self._catalog.moment() as now:
@@ -391,9 +397,10 @@ class CatalogReader:
 
 def _row(capture: Capture, names: list[str]) -> CaptureRow:
     resolved = None if capture.resolved is None else resolved_of(capture)
+    writer = None if resolved is None or not (resolved.elsewhere or resolved.writer) else resolved.writer
     return CaptureRow(capture.id, capture.owner, capture.status, capture.created_ms, capture.tags,
                       names, [] if resolved is None else list(resolved.layers), capture.prompt_len, capture.total_len,
-                      capture.ended, capture.hold, capture.adapter, 0 if resolved is None else resolved.writer)
+                      capture.ended, capture.hold, capture.adapter, writer)
 
 
 def resolved_of(capture: Capture) -> Resolved:

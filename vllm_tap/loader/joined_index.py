@@ -22,7 +22,7 @@ from vllm_tap.loader.row_index import I32, InBucket, Key, RowIndex, build_index
 from vllm_tap.progress import ProgressReport
 from vllm_tap.store import Store, folder_of
 
-__all__ = ["AnyIndex", "JoinedIndex", "OneStore", "index_each", "joined", "stores_named"]
+__all__ = ["AnyIndex", "JoinedIndex", "OneStore", "check_once", "index_each", "joined", "stores_named"]
 
 OneStore = Path | InBucket
 
@@ -109,17 +109,22 @@ def joined(indexes: Sequence[RowIndex]) -> AnyIndex:
     parts = tuple(sorted(indexes, key=lambda index: index.uuid))
     if len(parts) == 1:
         return parts[0]
+    check_once(parts)
+    firsts = np.cumsum([0, *(len(part.captures) for part in parts[:-1])])
+    order = xxhash.xxh3_64("".join(part.uuid.hex() + part.order for part in parts).encode())
+    numbers = [part.capture + np.int32(first) for part, first in zip(parts, firsts, strict=True)]
+    return JoinedIndex(parts, [capture for part in parts for capture in part.captures], np.concatenate(numbers),
+                       np.concatenate([part.position for part in parts]), order.hexdigest())
+
+
+def check_once(parts: Sequence[RowIndex]) -> None:
+    """ConflictError where two indexes have rows of one capture."""
     home: dict[str, RowIndex] = {}
     for part in parts:
         for capture in part.captures:
             if (other := home.setdefault(capture, part)) is not part:
                 raise ConflictError(f"capture {capture} is in several stores, {other.place} and {part.place}: its rows "
                                     "would be counted twice; leave one out with where=…, or delete it there")
-    firsts = np.cumsum([0, *(len(part.captures) for part in parts[:-1])])
-    order = xxhash.xxh3_64("".join(part.uuid.hex() + part.order for part in parts).encode())
-    numbers = [part.capture + np.int32(first) for part, first in zip(parts, firsts, strict=True)]
-    return JoinedIndex(parts, [capture for part in parts for capture in part.captures], np.concatenate(numbers),
-                       np.concatenate([part.position for part in parts]), order.hexdigest())
 
 
 def with_parts(index: JoinedIndex, parts: Sequence[RowIndex]) -> JoinedIndex:

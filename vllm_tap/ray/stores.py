@@ -10,7 +10,7 @@ from schemas.bucket.reader import OneReader
 from schemas.errors import NotFoundError
 from schemas.read.reader import StoreReader
 from vllm_tap.client.listing import Filters, Where, wanted
-from vllm_tap.loader.joined_index import OneStore, index_each
+from vllm_tap.loader.joined_index import OneStore, check_once, index_each
 from vllm_tap.loader.row_index import InBucket, Key, RowIndex, build_index
 from vllm_tap.progress import ProgressReport
 
@@ -27,12 +27,16 @@ class Chosen:
 
 def index_stores(stores: Sequence[OneStore], keys: tuple[Key, ...], where: Where, codec: str | None,
                  progress: ProgressReport, allow_missing: bool) -> list[RowIndex]:
-    """An index for each store that has rows, in their order; what ``build_index`` and ``index_each`` raise."""
+    """An index for each store that has rows, in their order; what ``build_index``, ``index_each`` and ``check_once``
+    raise.
+    """
     if len(stores) == 1:
         return [build_index(stores[0], keys, where, codec, progress, allow_missing)]
     home = _homes(stores)
-    return index_each(stores, keys, lambda number, row: home.get(row.id) == number and wanted(where, row), codec,
-                      progress, allow_missing)
+    found = index_each(stores, keys, lambda number, row: (row.writer is not None or home.get(row.id) == number)
+                       and wanted(where, row), codec, progress, allow_missing)
+    check_once(found)
+    return found
 
 
 def index_again(chosen: Chosen, keys: tuple[Key, ...], codec: str | None) -> RowIndex:
@@ -46,7 +50,9 @@ def index_again(chosen: Chosen, keys: tuple[Key, ...], codec: str | None) -> Row
 
 
 def _homes(stores: Sequence[OneStore]) -> dict[str, int]:
-    """The store's number of each capture that has ended: the first that has it complete, else the first that has it."""
+    """The store's number of each capture that has ended: the first that has it complete, else the first that has it.
+    Of a divided one each store has rows of its own.
+    """
     home: dict[str, int] = {}
     complete: set[str] = set()
     for number, store in enumerate(stores):

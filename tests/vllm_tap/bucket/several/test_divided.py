@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from vllm_tap import rows
 from vllm_tap.bucket.push import push
 from vllm_tap.cli.main import app
 from vllm_tap.errors import MissingRows
+from vllm_tap.ray.stores import index_stores
 from vllm_tap.store import open_store
 
 STAGES = [Stage(0, 2, 0, 3), Stage(1, 2, 3, 4)]  # layers 0 to 2, and 3
@@ -233,6 +235,57 @@ def test_training_reads_each_layer_where_it_is(hosts: Hosts, cache: None) -> Non
             assert np.array_equal(batch[f"{SITE}.{layer}"].numpy(), hosts.row(layer)[batch["position"].numpy()])
     with pytest.raises(NotFoundError, match="none has the layers"):
         rows([str(store) for store in hosts.stores], SITE, [0, 3])
+
+
+def test_ray_counts_each_row_once(hosts: Hosts, cache: None) -> None:
+    made = sorted(hosts.whole() for _ in range(2))
+    assert all(map(sealed, hosts.stores))
+    for layer, number in ((1, 0), (3, 1)):
+        (index,) = index_stores(hosts.stores, ((SITE, layer),), None, None, False, True)
+        assert (index.store, sorted(index.captures), index.rows) == (hosts.stores[number], made, 2 * PROMPT)
+
+
+def test_lists_by_status(hosts: Hosts, cache: None) -> None:
+    """No store alone has a whole capture."""
+    whole, open_ = [hosts.whole() for _ in range(5)], hosts.open()
+    part = hosts.whole(layers=[2])
+    with open_reader([str(store) for store in hosts.stores]) as reader:
+        def listed(status: str, size: int) -> list[str]:
+            found, before = list[str](), None
+            while True:
+                rows, before = reader.page(status=status, limit=size, before=before)
+                found += [row.id for row in rows]
+                if before is None:
+                    return found
+
+        assert until(lambda: reader.capture(open_).status == "running", 20)
+        for size in (1, 2, 3, 100):
+            assert listed("complete", size) == [part, *whole[::-1]], size
+            assert listed("running", size) == [open_] and listed("incomplete", size) == []
+
+
+def test_lists_where_stores_say_other_times(hosts: Hosts, cache: None) -> None:
+    """The first writer hears when a request came in, the other when its engine began it."""
+    now = time.time_ns() // 1_000_000
+    made = {new_ulid(): now + 7_000 * (-1) ** number * number for number in range(9)}
+    with Sender(hosts.writers[0].endpoint, role="api") as api:
+        for capture, came_ms in made.items():
+            api.own(capture, created_ms=came_ms)
+        api.wait()
+    for capture in made:
+        hosts.whole(id=capture)
+    alone = [hosts.whole(layers=[0]) for _ in range(2)]
+    every = sorted([*made, *alone], key=lambda one: (made.get(one, now + 1), one), reverse=True)
+    with open_store(hosts.stores) as store:
+        assert [row.id for row in store.captures(limit=1000)] == every
+        for size in range(1, 13):
+            found, before = list[str](), None
+            for _ in range(40):
+                rows, before = store.reader.page(limit=size, before=before)
+                found += [row.id for row in rows]
+                if before is None:
+                    break
+            assert found == every, size
 
 
 def test_rm_deletes_in_every_store(hosts: Hosts, url: str, cache: None) -> None:
