@@ -115,7 +115,7 @@ class FollowedBuckets:
         if isinstance(reader, SeveralReader):
             urls = [place for place in reader.places_of(ref, owner) if place != str(self._config.store)]
         for sample in samples:
-            if lacks := reader.manifest(sample, owner).resolved.get("elsewhere"):
+            if lacks := reader.manifest(sample).resolved.get("elsewhere"):
                 raise ConflictError(f"capture {sample} has layers in a store that is not read here ({lacks}): wait for "
                                     "the next push of its node, or use vllm-tap rm with a --store for each")
         if self._deletes is None:

@@ -216,6 +216,7 @@ export const REASONS = {
   part_lost: "the sender of one of the engine's ranks was lost",
   rejected_draft: "a rejected draft of speculative decoding",
   fenced: "a copy of the engine had them, and its stream was another's",
+  elsewhere: "in another writer's store",
   deleted: "deleted",
   pending: "not there yet",
   not_asked: "not asked for",

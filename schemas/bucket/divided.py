@@ -193,7 +193,7 @@ def _here(resolved: Resolved) -> list[Place]:
 
 
 def _groups(covered: CoveredCapture, site: str, layers: Sequence[int], first: CoveredCapture) -> Iterator[LayerGroup]:
-    """What a store has of some layers, within the positions that ``first`` has."""
+    """The rows that a store has of some layers, within the positions that ``first`` has."""
     end, ranges = first.coverage.end, first.coverage.ranges
     beyond = [Missing(max(start, covered.coverage.end), stop, covered.parts.rest(covered.capture, LEADER))
               for start, stop in ranges if stop > covered.coverage.end]
@@ -208,7 +208,7 @@ def _groups(covered: CoveredCapture, site: str, layers: Sequence[int], first: Co
 
 
 def _keys(found: Slice, rejected: bool) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """What tells a row from others of the slice: its position; of rejected drafts also which of several there."""
+    """Numbers that tell rows of a slice apart: positions; of rejected drafts also which of several there it is."""
     position = found.positions.astype(np.int64)
     if not rejected:
         return position

@@ -205,9 +205,9 @@ def test_defaults_of_settings_are_those_of_the_engine(tmp_path: Path) -> None:
     endpoint = {"VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/writer.sock"}
     said = {name: of.default.replace("8 GiB", str(8 << 30)) for name, of in ENGINE.items()
             if of.default and of.default not in ("the engine's own", "drawn at the start")}
-    assert len(said) == 6 and from_environment({**said, **endpoint}) == from_environment(endpoint)
+    assert len(said) == 7 and from_environment({**said, **endpoint}) == from_environment(endpoint)
     for name in said.keys() - {"VLLM_TAP_OWN_GROUP"}:
-        other = {"VLLM_TAP_ARM": "embed", "VLLM_TAP_ON_FULL": "wait"}.get(name, "7")
+        other = {"VLLM_TAP_ARM": "embed", "VLLM_TAP_ON_FULL": "wait", "VLLM_TAP_WRITERS": "several"}.get(name, "7")
         assert from_environment({**endpoint, name: other}) != from_environment(endpoint), name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,16 @@ def sealed(store: Path) -> bool:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    whole = structs.replace(engine_info(WIDTH, LAYERS), group="job-0", instance="job-0", layout=layout_of(
-        {SITE: list(range(LAYERS))}, {SITE: WIDTH}, {SITE: WIDTH}, 1, STAGES))
+    with running(tmp_path, [0, 1, 2, 3]) as made:
+        yield made
+
+
+@contextmanager
+def running(tmp_path: Path, layers: list[int]) -> Iterator[Hosts]:
+    """Hosts of a model that has the site in these layers."""
+    info = engine_info(WIDTH, LAYERS)
+    whole = structs.replace(info, group="job-0", instance="job-0", armed=structs.replace(info.armed, sites={
+        SITE: layers}), layout=layout_of({SITE: layers}, {SITE: WIDTH}, {SITE: WIDTH}, 1, STAGES))
     with ExitStack() as stack:
         writers = [stack.enter_context(WriterProcess(tmp_path / name, "--seal-idle-s", "0.3", "--keep-s", "0.2"))
                    for name in ("a", "b")]
@@ -188,6 +196,18 @@ def test_specs_of_one_stage_alone(hosts: Hosts, cache: None) -> None:
         assert np.array_equal(store.reader.slice(first, SITE, [0]).values()[0], hosts.row(0))
         assert store.reader.places_of(first) == [str(hosts.stores[0])]
         assert store.reader.places_of(second) == [*map(str, hosts.stores)]
+
+
+def test_layers_that_the_model_lacks(tmp_path: Path, cache: None) -> None:
+    """One that was asked for by its number is missing once, of the first store; "all" means what is there."""
+    with running(tmp_path, [0, 1, 3]) as hosts:
+        named, every = hosts.whole(layers=[1, 2, 3]), hosts.whole()
+        with open_reader([str(store) for store in hosts.stores]) as reader:
+            told = {row.layer: (row.captured, [gap.reason for gap in row.missing])
+                    for row in reader.manifest(named).rows}
+            assert told == {1: (PROMPT, []), 2: (0, ["not_armed"]), 3: (PROMPT, [])}
+            assert [row.layer for row in reader.manifest(every).rows] == [0, 1, 3]
+            assert reader.capture(named).status == "incomplete" and reader.capture(every).status == "complete"
 
 
 def test_what_one_writer_lacks_is_named(hosts: Hosts, cache: None) -> None:
