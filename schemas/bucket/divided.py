@@ -13,7 +13,6 @@ from functools import reduce
 import msgspec
 import numpy as np
 
-from schemas.catalog.parts import merged
 from schemas.catalog.records import Drop
 from schemas.codecs import identified
 from schemas.errors import NotFoundError
@@ -24,7 +23,7 @@ from schemas.read.captures import CaptureRow, Progress
 from schemas.read.coverage import Coverage, LayerGroup, Shared, clip, status_of_cover
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.row_reader import RowReader
-from schemas.read.slices import DECODED, RowFormat, RowsAt, Slice
+from schemas.read.slices import DECODED, RowFormat, RowsAt, Slice, check_layers, common_rows, missing_of
 from schemas.sites import parse_site
 from schemas.spec import Resolved
 from schemas.wire.layout import LEADER
@@ -128,21 +127,25 @@ class DividedReader:
               owner: str | None = None, rejected: bool = False) -> Slice:
         """Same as for one store; rows that stores have in several formats are decoded."""
         capture, site = self.first.capture(ref, owner).id, self.first.site_of(ref, site, owner)
-        end = self.covered(capture, owner)[0].coverage.end
+        covered = self.covered(capture, owner)[0]
+        check_layers(capture, _resolved(covered), site, layers)
+        end, groups = covered.coverage.end, covered.coverage.sites[site]
         last = stop if rejected else max(start, 0, end if stop is None else min(stop, end))
         found = [(members, store.slice(capture, site, [layers[i] for i in members], start, last, None, rejected))
                  for store, members in self._by_store(capture, site, layers)]
-        first = found[0][1]
-        keys = [_keys(each, rejected) for _, each in found]
+        first, keys, missing = found[0][1], [_keys(each, rejected) for _, each in found], list[Missing]()
+        if not rejected and last is not None:  # what came meanwhile counts as missing
+            missing = missing_of(groups, layers, max(start, 0), last)
+            keys.append(common_rows(groups, layers, max(start, 0), last, False)[0])
         common = reduce(lambda a, b: np.intersect1d(a, b, assume_unique=True), keys)
         chosen = [(members, each, np.flatnonzero(np.isin(key, common)))
-                  for (members, each), key in zip(found, keys, strict=True)]
+                  for (members, each), key in zip(found, keys, strict=False)]
         given, pieces = _put_together([(members, each, which) for members, each, which in chosen], len(layers))
         at = chosen[0][2]
-        missing = [gap for _, each in found for gap in each.missing]
         return replace(first, layers=list(layers), codec=given.codec, dtype=given.dtype, width=given.width,
                        positions=first.positions[at], token_ids=first.token_ids[at], flags=first.flags[at],
-                       pieces=pieces, missing=missing if len(found) == 1 else merged(missing),
+                       pieces=pieces, missing=missing, start=max(start, 0),
+                       stop=first.stop if last is None else last,
                        clipped=start < 0 or (stop is not None and stop > end))
 
     def rows_at(self, rows: Sequence[tuple[str, int]], site: str, layers: Sequence[int], owner: str | None = None
