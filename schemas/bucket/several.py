@@ -259,8 +259,8 @@ class SeveralReader(Unfollowed, Generic[R]):
         if first is None:
             _check_one(ulid, names)
             return names[0],
-        found = {name: each for name in self._which({ulid}, None)[ulid]
-                 if (each := self._stores[name].division(ulid)) is None or name in names or not each.owner}
+        found = {name: each for name in self._which({ulid}, None)[ulid]  # an engine's other writers hear of no owner
+                 if ((each := self._stores[name].division(ulid)) is not None and not each.owner) or name in names}
         parts = [each for each in found.values() if each is not None]
         places = [place for part in parts for place in part.places]
         if len(parts) < len(found) or len(set(places)) < len(places) or len({part.request for part in parts}) > 1:

@@ -89,6 +89,13 @@ def homes(store: Source, refs: list[str]) -> dict[str, list[str]]:
     return found
 
 
+def left_elsewhere(store: Source, refs: list[str]) -> list[str]:
+    """The captures among these that have layers in stores beside those that are named."""
+    with open_reader(store) as reader:
+        return [sample for ref in refs for sample in reader.samples(ref)
+                if reader.manifest(sample).resolved.get("elsewhere")]
+
+
 def _facts(manifest: Manifest, place: str) -> Table:
     """``place``: the store, where several are read."""
     facts = Table(box=None, show_header=False, pad_edge=False)

@@ -129,12 +129,16 @@ def remove(
     """
     from schemas.bucket.places import is_url
     from vllm_tap.cli.bucket import remove_there
-    from vllm_tap.cli.show import homes
+    from vllm_tap.cli.show import homes, left_elsewhere
     from vllm_tap.store_control import delete
 
-    for place, mine in homes(source_of(store, catalog), refs).items():
+    left = left_elsewhere(source := source_of(store, catalog), refs)
+    for place, mine in homes(source, refs).items():
         for target in remove_there(place, mine, catalog) if is_url(place) else delete(Path(place), mine):
             typer.echo(target)
+    if left:
+        typer.echo(f"layers of {', '.join(left)} are in other writers' stores: delete them there too (--store for "
+                   "each)", err=True)
 
 
 def hold(ref: Ref, store: Store = Path("captures")) -> None:

@@ -326,9 +326,11 @@ def test_rm_deletes_in_every_store(hosts: Hosts, url: str, cache: None) -> None:
     places = ["--store", str(hosts.stores[0]), "--store", f"{url}/b"]
     for ref in (capture, "cmpl-1"):
         done = CliRunner().invoke(app, ["rm", ref, *places])
-        assert done.exit_code == 0, done.output
+        assert done.exit_code == 0 and not done.stderr, done.output
     with open_store([str(hosts.stores[0]), f"{url}/b"]) as store:
         assert until(lambda: [row.id for row in store.captures()] == [kept], 20)
+    done = CliRunner().invoke(app, ["rm", kept, *places[:2]])
+    assert done.exit_code == 0 and f"layers of {kept} are in other writers' stores" in done.stderr
 
 
 def test_owners_see_their_own(hosts: Hosts, cache: None) -> None:
