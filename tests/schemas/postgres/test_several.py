@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from schemas.errors import ArgumentError, NotFoundError
 from tests.schemas.postgres.server import PASSWORD
 from tests.support.store_helpers import SITE
 from tests.vllm_tap.bucket.several.conftest import Nodes, filled, nodes
+from tests.vllm_tap.bucket.several.test_divided import Hosts, hosts, sealed
 from vllm_tap import open_store
 from vllm_tap.bucket.push import push
 from vllm_tap.loader.dataset import rows
 from vllm_tap.store import Store
 
-__all__ = ["filled", "nodes"]
+__all__ = ["filled", "hosts", "nodes"]
 
 
 def answers(store: Store) -> list[object]:
@@ -54,3 +56,19 @@ def test_several_stores_in_one_database(nodes: Nodes, url: str, catalog: str, tm
         assert sorted(found.stores) == urls
     with pytest.raises(ArgumentError, match=r"catalog = .* is a folder"):
         open_store([urls[0], nodes.stores["a"]], catalog=catalog)
+
+
+def test_divided_captures_in_one_database(hosts: Hosts, url: str, catalog: str, tmp_path: Path) -> None:
+    made = [hosts.whole() for _ in range(3)]
+    assert all(map(sealed, hosts.stores))
+    urls = [f"{url}/node-{name}" for name in "ab"]
+    for store, each in zip(hosts.stores, urls, strict=True):
+        push(store, each, catalog=catalog)
+    with open_store(urls, tmp_path / "a") as plain, open_store(urls, tmp_path / "b", catalog=catalog) as there:
+        for status in (None, "complete", "incomplete"):
+            assert list(there.captures(status=status)) == list(plain.captures(status=status))
+        assert [row.id for row in there.captures(status="complete")] == made[::-1]
+        for capture in made:
+            assert there.manifest(capture) == plain.manifest(capture)
+            assert np.array_equal(there.reader.slice(capture, SITE, [0, 3]).values(),
+                                  np.stack([hosts.row(0), hosts.row(3)]))
