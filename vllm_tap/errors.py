@@ -28,7 +28,9 @@ class MissingRows(TapError):
     def __init__(self, capture: str, what: str, missing: Sequence[Missing]) -> None:
         ranges = ", ".join(f"[{gap.start}, {gap.stop}) {gap.reason}" for gap in missing[:8])
         more = f" and {len(missing) - 8} more ranges" if len(missing) > 8 else ""
-        super().__init__(f"{what} of capture {capture} lacks positions {ranges}{more}; "
+        away = "open the stores of all its writers as one, or " if any(
+            gap.reason == ELSEWHERE for gap in missing) else ""
+        super().__init__(f"{what} of capture {capture} lacks positions {ranges}{more}; {away}"
                          "allow_missing=True (of slice, attention, rows or read_captures) takes those that are there")
         self.capture, self.missing = capture, list(missing)
 
