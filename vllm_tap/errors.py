@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from schemas.errors import ConflictError, NotFoundError, TapError
-from schemas.manifest import Manifest, Missing
+from schemas.manifest import ELSEWHERE, Manifest, Missing
 
 __all__ = ["BadRequest", "Conflict", "MissingRows", "NotComplete", "NotFound", "ServiceError", "Unavailable",
            "not_complete", "service_error"]

@@ -242,7 +242,7 @@ def test_a_store_that_is_not_there_yet(hosts: Hosts, url: str, cache: None) -> N
     push(hosts.stores[0], f"{url}/a")
     with open_store(f"{url}/*") as store:
         assert store.manifest(capture).status == "incomplete"
-        with pytest.raises(MissingRows, match="elsewhere"):
+        with pytest.raises(MissingRows, match="elsewhere; open the stores of all its writers as one"):
             store[capture].slice(SITE, [0, 3])
         push(hosts.stores[1], f"{url}/b")
         assert store.refresh()
