@@ -9,16 +9,19 @@ import socket
 from pathlib import Path
 
 _drawn = random.SystemRandom()  # each of several processes its own
+_told = set[int]()
 
 
 def free_port() -> int:
     """A port of this machine that nobody listens on, below those that outgoing connections get: none takes it before
-    the test does.
+    the test does. Each is told once: whoever asks for two gets two.
     """
     while True:
-        port = _drawn.randrange(10_000, 32_000)
+        if (port := _drawn.randrange(10_000, 32_000)) in _told:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
+            _told.add(port)
             return port
 
 
