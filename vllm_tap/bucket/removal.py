@@ -10,19 +10,21 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import tempfile
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from schemas.bucket.snapshots import fetch_snapshot
 from schemas.errors import ArgumentError, BucketError, OutrunError
-from schemas.objects.layout import CATALOGS, CONDITIONS, HEAD, VERSION, Head, retired_key
+from schemas.objects.layout import CATALOGS, CONDITIONS, HEAD, VERSION, Head, folder_of, retired_key
 from schemas.objects.objects import Objects, Version, keeps_versions
 from vllm_tap.bucket.check import BucketReport, Tell, current_head, examine
 from vllm_tap.bucket.inventory import Inventory, read_heads, retired_of
 
-__all__ = ["forget", "remove_orphans", "replace_head"]
+__all__ = ["Sweeper", "Swept", "forget", "remove_orphans", "replace_head"]
 
 
 def remove_orphans(url: str, older_than_s: float, deep: bool = False,
@@ -43,14 +45,79 @@ def remove_orphans(url: str, older_than_s: float, deep: bool = False,
                 if retired_of(bad.key) or bad.key.startswith(f"{CATALOGS}/"):
                     raise BucketError("remove orphans from", objects.url, f"{bad.key}: {bad.what}",
                                       "push again, which sends it anew; fsck --forget PUSH gives up a retired head")
-            before_ms = objects.modified_ms(HEAD) - int(older_than_s * 1000)
-            for part in inventory.removable(head.epoch, before_ms):
-                objects.delete([key for key, _ in part])
-                report.removed += len(part)
-                report.removed_bytes += sum(nbytes for _, nbytes in part)
+            swept = _delete(objects, inventory, head, older_than_s)
+            report.removed, report.removed_bytes = swept.objects, swept.nbytes
         return report
     finally:
         objects.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """Objects that were deleted, and their bytes."""
+
+    url: str
+    objects: int = 0
+    nbytes: int = 0
+
+
+class Sweeper:
+    """Deletes orphans of a bucket, from time to time: those that it found at the last call too. So whoever reads by an
+    earlier head has had that long to move on.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url, self._found = url, set[str]()
+
+    def __call__(self) -> Swept:
+        """Delete what no head has named since the last call, without a look at anything else. No epoch ends where there
+        is nothing to delete. Errors as of ``remove_orphans``.
+        """
+        objects = Objects(self._url)
+        try:
+            head, _ = current_head(objects)
+            with _listed(objects, head) as inventory:
+                found = {folder_of(key) for part in inventory.removable(head.epoch + 1, _before_ms(objects, 0))
+                         for key, _ in part}
+            due, self._found = found & self._found, found
+            if not due:
+                return Swept(objects.url)
+            head = _end_epoch(objects)
+            with _listed(objects, head) as inventory:
+                return _delete(objects, inventory, head, 0, due)
+        finally:
+            objects.close()
+
+
+@contextmanager
+def _listed(objects: Objects, head: Head) -> Iterator[Inventory]:
+    """A listing that knows what this head and all retired ones name; BucketError where one cannot be read."""
+    with tempfile.TemporaryDirectory(prefix="vllm-tap-sweep-") as work, closing(
+            Inventory(objects, Path(work) / "objects.sqlite")) as inventory:
+        snapshot = Path(work) / "snapshot.sqlite"
+        for found in (head, *(found for _, found in read_heads(objects, inventory.retired()))):
+            if isinstance(found, BucketError):
+                raise found
+            fetch_snapshot(objects, found, snapshot)
+            inventory.name_snapshot(found, snapshot)
+            snapshot.unlink()
+        yield inventory
+
+
+def _before_ms(objects: Objects, older_than_s: float) -> int:
+    """The time so many seconds ago, by the clock of the service."""
+    return objects.modified_ms(HEAD) - int(older_than_s * 1000)
+
+
+def _delete(objects: Objects, inventory: Inventory, head: Head, older_than_s: float, folders: set[str] | None = None
+            ) -> Swept:
+    """Delete orphans of earlier epochs, in these folders alone where they are given."""
+    removed = nbytes = 0
+    for page in inventory.removable(head.epoch, _before_ms(objects, older_than_s)):
+        part = [each for each in page if folders is None or folder_of(each[0]) in folders]
+        objects.delete([key for key, _ in part])
+        removed, nbytes = removed + len(part), nbytes + sum(size for _, size in part)
+    return Swept(objects.url, removed, nbytes)
 
 
 def _end_epoch(objects: Objects) -> Head:

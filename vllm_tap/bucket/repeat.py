@@ -14,6 +14,7 @@ from schemas.objects.heads import fetch_head
 from schemas.objects.objects import Objects
 from schemas.store.pushing import Pushing, forget_pushing, write_pushing
 from vllm_tap.bucket.push import Pushed, check_head
+from vllm_tap.bucket.removal import Swept
 
 __all__ = ["keep_pushing"]
 
@@ -21,17 +22,19 @@ State = tuple[object, ...]
 
 
 def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: float, stop: threading.Event,
-                 told: Callable[[Pushed | Exception | None], None]) -> None:
+                 told: Callable[[Pushed | Swept | Exception | None], None],
+                 sweep: Callable[[], Swept] | None = None, sweep_every_s: float = 86_400.0) -> None:
     """Push every so many seconds until ``stop`` is set, and once more then; a turn in which nothing is new asks for the
     head alone.
 
-    ``told`` gets None before the first push, once the head is known to be this folder's; each push that changed
-    something; and what went wrong, once until something else does. A file in the store says how it goes
+    ``sweep`` is called every ``sweep_every_s``, first behind the first push that succeeds. ``told`` gets None before
+    the first push, once the head is known to be this folder's; each push, and each sweep, that changed something; and
+    what went wrong, once until something else does. A file in the store says how it goes
     (``schemas.store.pushing``). Raises before the first push what will not pass: FencedError, a URL that is none, a
     bucket with something else.
     """
     seen: State | None = None
-    going = Pushing(url, every_s)
+    going, sweep_s = Pushing(url, every_s), float("-inf")
     try:
         check_head(store, url)
     except BucketError as error:
@@ -49,6 +52,10 @@ def keep_pushing(store: Path, url: str, push: Callable[[], Pushed], every_s: flo
                 seen = state  # of before it: its own head is news too, and so is what it did not see any more
                 if done.changed:
                     told(done)
+            if sweep is not None and not is_last and time.monotonic() >= sweep_s:
+                sweep_s = time.monotonic() + sweep_every_s
+                if (swept := sweep()).objects:
+                    told(swept)
             going = Pushing(url, every_s, begun_ms)
         except (TapError, OSError, sqlite3.Error) as error:
             if str(error) != going.failed:

@@ -85,6 +85,7 @@ def _push_on(store: Path, url: str, push: Callable[[], Pushed], every_s: float, 
     import signal
     import threading
 
+    from vllm_tap.bucket.removal import Sweeper, Swept
     from vllm_tap.bucket.repeat import keep_pushing
 
     stop = threading.Event()
@@ -94,18 +95,21 @@ def _push_on(store: Path, url: str, push: Callable[[], Pushed], every_s: float, 
             signal.signal(each, signal.SIG_DFL)
         stop.set()
 
-    def told(what: Pushed | Exception | None) -> None:
+    def told(what: Pushed | Swept | Exception | None) -> None:
         if isinstance(what, Exception):
             print(f"not pushed: {what}; tried again every {every_s:g} s", file=sys.stderr, flush=True)
         elif what is None:
             print(f"push ready: {url} every {every_s:g} s", file=sys.stderr, flush=True)
+        elif isinstance(what, Swept):
+            print(f"{what.url}: removed {what.objects:,} objects ({what.nbytes / 1e9:.3f} GB) that no head names "
+                  "any more", file=sys.stderr, flush=True)
         else:
             show(what)
             sys.stdout.flush()
 
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, on_signal)
-    keep_pushing(store, url, push, every_s, stop, told)
+    keep_pushing(store, url, push, every_s, stop, told, Sweeper(url))
 
 
 def _show(done: Pushed, as_json: bool, evicts: bool) -> None:

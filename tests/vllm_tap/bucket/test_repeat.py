@@ -24,10 +24,13 @@ from tests.vllm_tap.bucket.conftest import Sample, grow
 from tests.vllm_tap.bucket.serving.test_api import beside
 from tests.vllm_tap.bucket.test_fencing import head_of
 from vllm_tap import open_store
+from vllm_tap.bucket.check import check
 from vllm_tap.bucket.deletion import hide
 from vllm_tap.bucket.push import Pushed, push
+from vllm_tap.bucket.removal import Sweeper, Swept
 from vllm_tap.bucket.repeat import keep_pushing
 from vllm_tap.cli.main import app
+from writer_service.tools.compaction import compact
 
 Told = list[Pushed | Exception | None]
 
@@ -198,3 +201,46 @@ def test_the_command_pushes_until_a_signal_and_once_more(store: Path, tmp_path: 
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0 and process.stdout.readline().startswith(f"{url}: generation 2;")
     assert until(lambda: new in ids(url, tmp_path / "cache"))
+
+
+def test_what_no_head_names_goes_by_itself_once_readers_had_time(sample: Sample, store: Path, tmp_path: Path, url: str
+                                                                 ) -> None:
+    """Replaced blocks, and what a push that was killed had sent: at the second look that finds them."""
+    going, before = Pushes(store, url), list[int]()
+
+    def killed(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    def replaced() -> None:
+        grow(store)
+        with pytest.raises(KeyboardInterrupt):
+            push(store, url, killed)
+        compact(store)
+
+    def looked() -> None:
+        before.append(check(url).orphans)
+        assert not [one for one in going.told if isinstance(one, Swept)], "readers of the last head may need them"
+
+    sweeper = Sweeper(url)
+    keep_pushing(store, url, going, 30.0, Turns(replaced, looked, nothing, nothing), going.told.append, sweeper, 0.0)
+    (swept,) = [one for one in going.told if isinstance(one, Swept)]
+    assert swept.objects == before[0] > 10 and swept.nbytes > 0
+    report = check(url, deep=True)
+    assert not report.orphans and not report.bad and head_of(url).epoch == 1
+    assert sweeper() == Swept(url) and head_of(url).epoch == 1
+    assert {sample.captures["few"]} < ids(url, tmp_path / "cache") and not push(store, url).changed
+
+
+def test_a_sweep_deletes_nothing_where_a_head_cannot_be_read(store: Path, tmp_path: Path) -> None:
+    url = (tmp_path / "bucket").as_uri()
+    push(store, url)
+    compact(store)
+    push(store, url)
+    sweeper, orphans = Sweeper(url), check(url).orphans
+    assert sweeper() == Swept(url) and orphans
+    for file in (tmp_path / "bucket" / "catalog").rglob("*.gz"):
+        file.write_bytes(b"not a catalog")
+    before = sorted((tmp_path / "bucket").rglob("*"))
+    with pytest.raises(BucketError):
+        sweeper()
+    assert sorted((tmp_path / "bucket").rglob("*")) == before
