@@ -81,8 +81,9 @@ CODES: Final[dict[str, Code]] = {
     "http_error": Code(0, "Any other refusal of the web framework.", "Read the message."),
     "not_acceptable": Code(406, "No format of the `Accept` header can be had.", "Give `format`, or another `Accept`."),
     "too_slow": Code(408, "The body did not come in time (`--body-s`).", "Send it faster, or in a smaller request."),
-    "conflict": Code(409, "The capture id is taken; or the capture is held, or not final; or the vector's name has "
-                     "other numbers.", "Choose another id or name; release the hold; wait for the end."),
+    "conflict": Code(409, "The capture id is taken; or the capture is held, not final, or in stores that this "
+                     "service does not read; or the vector's name has other numbers.", "Choose another id or name; "
+                     "release the hold; wait for the end; name all stores."),
     "gone": Code(410, "A chunk of a capture that is not there, or no longer.", "Open the capture anew."),
     "changed": Code(412, "`If-Match` names something else than what is there.", "Read it again."),
     "over_quota": Code(413, "The captures of the key would take more bytes than its quota.",

@@ -7,19 +7,21 @@ What is said of the sequence is what the first store says: its writer also hears
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 
 import msgspec
 import numpy as np
 
+from schemas.bucket.joined_rows import join_rows
 from schemas.catalog.records import Drop
 from schemas.codecs import identified
-from schemas.errors import NotFoundError
+from schemas.errors import ArgumentError, NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import Manifest, Missing, SiteLayer
 from schemas.probes import Probe
-from schemas.read.captures import CaptureRow, Progress
+from schemas.read.captures import CaptureRow, Progress, resolved_of
 from schemas.read.coverage import Coverage, LayerGroup, Shared, clip, status_of_cover
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.row_reader import RowReader
@@ -79,7 +81,9 @@ class DividedReader:
         """Same; without the places of rows (``extents``), which are those of one store each, and the states of ranks.
         """
         told, covered = self.first.manifest(ref, owner), self.covered(ref, owner)[0]
-        rows = sorted((SiteLayer(site, layer, _resolved(covered).codec[site], group.expected, len(group.rows.positions),
+        if covered.resolved is None:
+            return told
+        rows = sorted((SiteLayer(site, layer, covered.resolved.codec[site], group.expected, len(group.rows.positions),
                                  group.missing, len(group.rejected.positions))
                        for site, groups in covered.coverage.sites.items() for group in groups
                        for layer in group.layers), key=lambda row: row.layer)
@@ -101,6 +105,8 @@ class DividedReader:
     def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
         """Same, without what only one store can say: extents, drops, segments, and parts."""
         first, widths = self.first.covered(ref, owner)
+        if first.resolved is None:  # no engine has begun it there
+            return first, widths
         every = [first, *(each.covered(first.capture.id)[0] for each in self._that_have(first.capture.id))]
         asked = {site: sorted({layer for each in every for layer in _resolved(each).layers.get(site, ())})
                  for site in _resolved(first).layers}
@@ -128,12 +134,15 @@ class DividedReader:
         """Same as for one store; rows that stores have in several formats are decoded."""
         capture, site = self.first.capture(ref, owner).id, self.first.site_of(ref, site, owner)
         covered = self.covered(capture, owner)[0]
-        check_layers(capture, _resolved(covered), site, layers)
+        check_layers(capture, covered.resolved or resolved_of(covered.capture), site, layers)
         end, groups = covered.coverage.end, covered.coverage.sites[site]
         last = stop if rejected else max(start, 0, end if stop is None else min(stop, end))
         found = [(members, store.slice(capture, site, [layers[i] for i in members], start, last, None, rejected))
-                 for store, members in self._by_store(capture, site, layers)]
-        first, keys, missing = found[0][1], [_keys(each, rejected) for _, each in found], list[Missing]()
+                 for store, members in self._by_store(capture, site, layers) if members]
+        if rejected and len(found) > 1:
+            raise ArgumentError("layers", list(layers), "stores do not tell alike which guesses of a position belong "
+                                f"together: ask for those of one store, such as {[layers[i] for i in found[0][0]]}")
+        first, keys, missing = found[0][1], [each.positions.astype(np.int64) for _, each in found], list[Missing]()
         if not rejected and last is not None:  # what came meanwhile counts as missing
             missing = missing_of(groups, layers, max(start, 0), last)
             keys.append(common_rows(groups, layers, max(start, 0), last, False)[0])
@@ -152,28 +161,34 @@ class DividedReader:
                 ) -> RowsAt:
         """Same as for one store; all of the captures must be divided among these."""
         named = {ref: self.first.capture(ref, owner).id for ref in dict.fromkeys(ref for ref, _ in rows)}
-        asked = [(named[ref], position) for ref, position in rows]
-        found = [(members, store.rows_at(asked, site, [layers[i] for i in members]))
-                 for store, members in self._by_store(asked[0][0], parse_site(site, "site")[0], layers)]
-        every = np.arange(len(rows))
-        given, pieces = _put_together([(members, each, every) for members, each in found], len(layers))
-        return replace(found[0][1], layers=list(layers), codec=given.codec, dtype=given.dtype, width=given.width,
-                       pieces=pieces)
+        site = parse_site(site, "site", ArgumentError)[0]
+        homes = {ref: self._by_store(capture, site, layers) for ref, capture in named.items()}
+        alike: dict[object, list[int]] = {}  # engines may have divided their layers in several ways
+        for number, (ref, _) in enumerate(rows):
+            alike.setdefault(tuple((id(store), *members) for store, members in homes[ref]), []).append(number)
+        parts = []
+        for numbers in alike.values():
+            asked = [(named[rows[number][0]], rows[number][1]) for number in numbers]
+            found = [(members, store.rows_at(asked, site, [layers[i] for i in members]))
+                     for store, members in homes[rows[numbers[0]][0]] if members]
+            given, pieces = _put_together([(members, each, np.arange(len(asked))) for members, each in found],
+                                          len(layers))
+            parts.append((numbers, replace(found[0][1], layers=list(layers), codec=given.codec, dtype=given.dtype,
+                                           width=given.width, pieces=pieces)))
+        return parts[0][1] if len(parts) == 1 else join_rows(parts, len(rows))
 
     # ── which store has what ────────────────────────────────────────────────────────────────────────────────────
 
     def _that_have(self, capture: str) -> Iterator[RowReader]:
-        """The other stores that have this sample of the request."""
+        """The other stores in which an engine has begun this sample of the request."""
         for store in self.stores[1:]:
-            try:
-                store.capture(capture)
-            except NotFoundError:
-                continue
-            yield store
+            with suppress(NotFoundError):
+                if store.covered(capture)[0].resolved is not None:
+                    yield store
 
     def _by_store(self, capture: str, site: str, layers: Sequence[int]) -> list[tuple[RowReader, list[int]]]:
-        """The stores that answer for layers of a site, each with the numbers of its ones in ``layers``. The first
-        answers for what no store has, too.
+        """The stores, each with the numbers of those of the ``layers`` of a site that it answers for. The first answers
+        for what no store has, too.
         """
         ulid, _ = split_capture_id(capture) or ("", None)
         having = [self.first, *self._that_have(capture)]
@@ -182,7 +197,7 @@ class DividedReader:
         for number, layer in enumerate(layers):
             home = next((at for at, each in enumerate(told) if each is not None and (site, layer) in each.places), 0)
             found[home][1].append(number)
-        return [each for each in found if each[1]] or found[:1]
+        return found
 
 
 def _resolved(covered: CoveredCapture) -> Resolved:
@@ -208,15 +223,6 @@ def _groups(covered: CoveredCapture, site: str, layers: Sequence[int], first: Co
         yield LayerGroup(mine, sum(stop - start for start, stop in clip(ranges, end)), group.rows[kept],
                          [*missing, *beyond], group.rejected,
                          tuple(Shared(one.start, one.stop, one.rows[kept], one.rejected) for one in group.shares))
-
-
-def _keys(found: Slice, rejected: bool) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Numbers that tell rows of a slice apart: positions; of rejected drafts also which of several there it is."""
-    position = found.positions.astype(np.int64)
-    if not rejected:
-        return position
-    order = np.arange(len(position)) - np.searchsorted(position, position)
-    return position << 32 | order
 
 
 def _put_together(parts: Sequence[tuple[list[int], Slice | RowsAt, np.ndarray[tuple[int], np.dtype[np.int64]]]],

@@ -71,11 +71,12 @@ class Tapped:
         self.thread.join(timeout_s)
         self.ring.close()
 
-    def open(self, prompt_len: int, ids: list[Any] | None = None, **asked: Any) -> str:
-        """Begins a capture of everything, raw, or of what is asked; its id."""
+    def open(self, prompt_len: int, ids: list[Any] | None = None, count: int = 1, **asked: Any) -> str:
+        """Begins a capture of everything, raw, or of what is asked, the first of ``count`` samples; the request's id.
+        """
         spec = parse_spec({"codec": "raw", "id": new_ulid(), **asked})
         capture = str(spec.id)
-        ticket = Ticket(capture, spec.to_json(), resolve(spec, ARMED), 0, 1, 1)
+        ticket = Ticket(capture, spec.to_json(), resolve(spec, ARMED), 0, count, count)
         self._tickets[capture] = ticket
         self.recorder.open(capture, ticket, ids or list(range(prompt_len)), 0)
         return capture

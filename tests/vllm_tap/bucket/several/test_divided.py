@@ -21,10 +21,11 @@ from engine_side.tap.stages import Stage
 from engine_side.tap.writers import divided
 from schemas.bucket.divided import DividedReader
 from schemas.bucket.reader import open_reader
-from schemas.errors import ConflictError, NotFoundError
+from schemas.errors import ArgumentError, ConflictError, NotFoundError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.wire.ask_store import reached_store
+from schemas.wire.messages import EngineInfo
 from tests.engine_side.transport.test_sender import LAYERS, WIDTH, Tapped
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from tests.vllm_tap.bucket.serving.test_api import OFTEN, code
@@ -54,10 +55,10 @@ class Hosts:
     def stores(self) -> list[Path]:
         return [writer.store for writer in self.writers]
 
-    def open(self, **asked: Any) -> str:
-        """Begin a request on both."""
-        capture = self.stages[0].open(PROMPT, **asked)
-        self.stages[1].open(PROMPT, **{**asked, "id": capture})
+    def open(self, count: int = 1, **asked: Any) -> str:
+        """Begin a request, or the first of its samples, on both."""
+        capture = self.stages[0].open(PROMPT, count=count, **asked)
+        self.stages[1].open(PROMPT, count=count, **{**asked, "id": capture})
         self.made.append(capture)
         return capture
 
@@ -77,7 +78,7 @@ class Hosts:
         self.finish(capture)
         wanted = asked.get("layers", [0, 3])
         for store in self.stores[:1 + (3 in wanted)]:  # the first is told of every capture
-            assert until(lambda store=store: ended(store, capture), 20)
+            assert until(lambda store=store: ended(store, f"{capture}.0" if "count" in asked else capture), 20)
         return capture
 
     def row(self, layer: int) -> np.ndarray[Any, Any]:
@@ -111,12 +112,17 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
+def engine(layers: list[int], stages: list[Stage] = STAGES, name: str = "job-0") -> EngineInfo:
+    """An engine whose model has the site in these layers."""
+    info = engine_info(WIDTH, LAYERS)
+    return structs.replace(info, group=name, instance=name, armed=structs.replace(info.armed, sites={SITE: layers}),
+                           layout=layout_of({SITE: layers}, {SITE: WIDTH}, {SITE: WIDTH}, 1, stages))
+
+
 @contextmanager
 def running(tmp_path: Path, layers: list[int]) -> Iterator[Hosts]:
-    """Hosts of a model that has the site in these layers."""
-    info = engine_info(WIDTH, LAYERS)
-    whole = structs.replace(info, group="job-0", instance="job-0", armed=structs.replace(info.armed, sites={
-        SITE: layers}), layout=layout_of({SITE: layers}, {SITE: WIDTH}, {SITE: WIDTH}, 1, STAGES))
+    """Hosts of such an engine."""
+    whole = engine(layers)
     with ExitStack() as stack:
         writers = [stack.enter_context(WriterProcess(tmp_path / name, "--seal-idle-s", "0.3", "--keep-s", "0.2"))
                    for name in ("a", "b")]
@@ -149,6 +155,24 @@ def test_a_store_alone_says_what_is_elsewhere(hosts: Hosts) -> None:
                 assert len(found.positions) == row.captured and found.missing == row.missing
                 if here:
                     assert np.array_equal(found.values()[0], hosts.row(row.layer))
+
+
+def test_a_rebuilt_catalog_says_the_same(hosts: Hosts) -> None:
+    capture = hosts.whole()
+    assert all(map(sealed, hosts.stores))
+    for writer, stage in zip(hosts.writers, hosts.stages, strict=True):
+        stage.close()
+        with StoreReader(writer.store) as reader:
+            before = reader.manifest(capture)
+        writer.stop()
+        done = CliRunner().invoke(app, ["fsck", "--store", str(writer.store)])
+        assert done.exit_code == 0, done.output
+        for file in writer.store.glob("catalog.sqlite*"):
+            file.unlink()
+        writer.start()
+        assert until(lambda writer=writer: ended(writer.store, capture), 20)
+        with StoreReader(writer.store) as reader:
+            assert reader.manifest(capture) == before
 
 
 def test_both_together_have_every_row(hosts: Hosts, cache: None) -> None:
@@ -233,6 +257,49 @@ def test_what_one_writer_lacks_is_named(hosts: Hosts, cache: None) -> None:
         assert manifest.status == "incomplete"
         assert {(row.layer, row.captured, *(gap.reason for gap in row.missing)) for row in manifest.rows} == {
             *((layer, PROMPT) for layer in range(3)), (3, 0, "dropped")}
+
+
+def test_engines_that_divided_their_layers_otherwise(hosts: Hosts, cache: None) -> None:
+    """An engine that started again with another cut: rows of captures of both in one call."""
+    before = hosts.whole()
+    stores = [reached_store(writer.endpoint, None, 20.0) for writer in hosts.writers]
+    again = engine([0, 1, 2, 3], [Stage(0, 2, 0, 1), Stage(1, 2, 1, 4)], "later-0")
+    with ExitStack() as stack:
+        later = Hosts(hosts.writers, [])
+        for rank, writer in enumerate(hosts.writers):
+            later.stages.append(Tapped(writer.endpoint, group=divided(again, rank, stores)))
+            stack.callback(later.stages[-1].close)
+        after = later.whole()
+        with open_reader([str(store) for store in hosts.stores]) as reader:
+            mixed = [(after, 3), (before, 5), (after, 0), (before, 39)]
+            found = reader.rows_at(mixed, SITE, [2, 0])
+            for number, (capture, position) in enumerate(mixed):
+                for layer, got in zip((2, 0), found.values()[:, number], strict=True):
+                    stage = (later.stages[layer > 0] if capture == after else hosts.stages[layer == 3])
+                    assert np.array_equal(got, stage.staging.buffers[SITE][layer, position].numpy())
+
+
+def test_samples_that_no_engine_has_begun(hosts: Hosts, cache: None) -> None:
+    with Sender(hosts.writers[0].endpoint, role="api") as api:
+        api.own(request := new_ulid(), count=2)
+        api.wait()
+    hosts.whole(id=request, count=2)
+    begun, waits = f"{request}.0", f"{request}.1"
+    with open_reader([str(store) for store in hosts.stores]) as reader:
+        assert reader.samples(request) == [begun, waits]
+        assert reader.capture(begun).status == "complete" and reader.manifest(waits).status == "pending"
+        assert reader.progress(waits).status == reader.capture(waits).status == "pending"
+        assert sorted(row.id for row in reader.captures()) == [begun, waits]
+        with pytest.raises(NotFoundError, match="no engine has started it yet"):
+            reader.slice(waits, SITE, [0])
+
+
+def test_guesses_of_several_stores_are_not_matched(hosts: Hosts, cache: None) -> None:
+    capture = hosts.whole()
+    with open_reader([str(store) for store in hosts.stores]) as reader:
+        assert not len(reader.slice(capture, SITE, [0, 2], rejected=True).positions)
+        with pytest.raises(ArgumentError, match=r"ask for those of one store, such as \[0\]"):
+            reader.slice(capture, SITE, [0, 3], rejected=True)
 
 
 def test_a_store_that_is_not_there_yet(hosts: Hosts, url: str, cache: None) -> None:
