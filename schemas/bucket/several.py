@@ -259,9 +259,9 @@ class SeveralReader(Unfollowed, Generic[R]):
         if first is None:
             _check_one(ulid, names)
             return names[0],
-        found = {name: each for name in self._which({ulid}, None)[ulid]  # an engine's other writers hear of no owner
+        found = {name: each for name in self._which({ulid}, None).get(ulid, names)
                  if ((each := self._stores[name].division(ulid)) is not None and not each.owner) or name in names}
-        parts = [each for each in found.values() if each is not None]
+        parts = [each for each in found.values() if each is not None]  # an engine's other writers hear of no owner
         places = [place for part in parts for place in part.places]
         if len(parts) < len(found) or len(set(places)) < len(places) or len({part.request for part in parts}) > 1:
             _check_one(ulid, list(found))
@@ -304,7 +304,7 @@ class SeveralReader(Unfollowed, Generic[R]):
         if not 0 < limit <= limits.captures_page_max:
             raise LimitError("captures in a page", limit, limits.captures_page_max)
         stores = self._every()
-        below = None if before is None else self._listed_at(before, owner)
+        below = None if before is None else self._line_of(before, owner)[1]
         step = min(limit, max(_ROWS_MIN, 2 * limit // len(stores))) if stores else limit
         scan_max = max(step, limits.captures_scan_max // max(1, len(stores)))
         lists = [_List(reader, below, partial(self._follows, name, owner=owner))
@@ -317,7 +317,7 @@ class SeveralReader(Unfollowed, Generic[R]):
             rows = sorted((row for each in lists for row in each.rows if seen is None or _place(row) >= seen),
                           key=_place, reverse=True)
             following = rows[limit - 1].id if len(rows) >= limit else None if seen is None else seen[1]
-            if following is not None and len(rows) < limit and self._listed_at(following, owner) != seen:
+            if following is not None and len(rows) < limit and self._line_of(following, owner)[1] != seen:
                 following = rows[-1].id if rows else ""  # a divided capture, listed where its first store has it
             last = seen is None or any(each.is_cut and each.seen == seen for each in lists)
             if len(rows) >= limit or (last and following != ""):
@@ -326,31 +326,33 @@ class SeveralReader(Unfollowed, Generic[R]):
                 each.is_due = each.seen == seen
         return [row for row in self._once(rows[:limit], owner) if status in (None, row.status)], following
 
-    def _listed_at(self, capture_id: str, owner: str | None) -> ListPlace:
-        """The place in lists of a capture that may be deleted; of a divided one, in its first store."""
-        ulid, places = _ulid(capture_id), list[tuple[int, ListPlace]]()
-        for reader in self._stores.values():
+    def _line_of(self, capture_id: str, owner: str | None) -> tuple[str, ListPlace]:
+        """The store whose line of a capture is the one in lists, and its place there. Of a divided one that is the
+        first writer's. NotFoundError where none has it; it may be deleted.
+        """
+        ulid, found = _ulid(capture_id), list[tuple[int, ListPlace, str]]()
+        for name, reader in self._stores.items():
             if (place := reader.moment_of(capture_id, owner)) is not None:
                 division = reader.division(ulid)
-                places.append((0 if division is None else -division.writer, place))
-        if not places:
+                found.append((0 if division is None else -division.writer, place, name))
+        if not found:
             raise no_capture(capture_id)
-        return max(places)[1]
+        _, place, name = max(found)
+        return name, place
 
     def _once(self, rows: Sequence[CaptureRow], owner: str | None) -> Iterator[CaptureRow]:
         """Each capture as all of its stores have it; ConflictError where two have one."""
         has = self._which({_ulid(row.id) for row in rows}, owner)
         for row in rows:
             names = has.get(_ulid(row.id), [])
-            several = len(names) > 1
-            yield self._reader_of(self._together(_ulid(row.id), names)).capture(row.id, owner) if several else row
+            if (len(names) < 2 and row.writer is None) or not names:
+                yield row
+            else:
+                yield self._reader_of(self._together(_ulid(row.id), names)).capture(row.id, owner)
 
     def _follows(self, name: str, row: CaptureRow, owner: str | None) -> bool:
-        """Whether a store's line is of a divided capture that another store has before it in the order of writers."""
-        if row.writer is None:
-            return False
-        ulid = _ulid(row.id)
-        return self._together(ulid, self._which({ulid}, owner).get(ulid, [name]))[0] != name
+        """Whether another store's line is the one in lists, of a capture that is divided, or deleted."""
+        return (row.writer is not None or row.status == "deleted") and self._line_of(row.id, owner)[0] != name
 
     def _which(self, ulids: set[str], owner: str | None) -> dict[str, list[str]]:
         """The stores that have captures of each ULID which are not deleted."""

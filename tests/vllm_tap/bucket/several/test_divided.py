@@ -396,6 +396,11 @@ def test_rm_deletes_in_every_store(hosts: Hosts, url: str, cache: None) -> None:
         assert done.exit_code == 0 and not done.stderr, done.output
     with open_store([str(hosts.stores[0]), f"{url}/b"]) as store:
         assert until(lambda: [row.id for row in store.captures()] == [kept], 20)
+        assert until(lambda: len(list(store.captures(status="deleted"))) == 2, 20)
+        first, following = store.reader.page(status="deleted", limit=1)
+        second, end = store.reader.page(status="deleted", limit=1, before=following)
+        assert {first[0].id, second[0].id} == {capture, late}
+        assert end is None or store.reader.page(status="deleted", limit=1, before=end) == ([], None)
     done = CliRunner().invoke(app, ["rm", kept, *places[:2]])
     assert done.exit_code == 0 and f"layers of {kept} are in other writers' stores" in done.stderr
 
@@ -409,7 +414,8 @@ def test_owners_see_their_own(hosts: Hosts, cache: None) -> None:
     with open_reader([str(store) for store in hosts.stores]) as reader:
         assert np.array_equal(reader.slice(capture, SITE, [3], owner="anna").values()[0], hosts.row(3))
         assert isinstance(reader.home(capture, "anna"), DividedReader)
-        assert [row.id for row in reader.captures("anna")] == [capture]
+        assert [(row.id, row.status) for row in reader.captures("anna")] == [(capture, "complete")]
+        assert [row.id for row in reader.captures("anna", "complete")] == [capture]
         assert reader.captures("bob") == []
         with pytest.raises(NotFoundError):
             reader.slice(capture, SITE, [3], owner="bob")
