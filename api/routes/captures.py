@@ -27,7 +27,7 @@ router = APIRouter(route_class=Route)
 
 _ROW: Final = {"id": ULID, "owner": "", "status": "complete", "created_ms": 1769860800000, "tags": {"run": "a"},
                "aliases": [f"cmpl-{ULID}"], "sites": ["resid_post"], "prompt_len": 5, "total_len": 13,
-               "finish_reason": "length", "hold": False, "adapter": ""}
+               "finish_reason": "length", "hold": False, "adapter": "", "writer": None}
 _MANIFEST: Final = {"id": ULID, "status": "complete", "prompt_len": 5, "total_len": 13, "expected": 12, "captured": 12,
                     "missing": 0}
 _CHARS: Final = f"1 to {limits.filter_chars_max} characters"

@@ -53,7 +53,7 @@ class DividedReader:
 
     def capture(self, ref: str, owner: str | None = None) -> CaptureRow:
         """Same as for one store, and so are those below."""
-        return replace(self.first.capture(ref, owner), status=self.covered(ref, owner)[0].capture.status)
+        return replace(self.first.capture(ref, owner), status=self.covered(ref, owner)[0].capture.status, writer=None)
 
     def samples(self, ref: str, owner: str | None = None) -> list[str]:
         return self.first.samples(ref, owner)
