@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 from msgspec import UNSET, structs
 
+from engine_side.config import EngineConfig
 from engine_side.tap.shares import layout_of
 from engine_side.tap.stages import Stage
 from engine_side.tap.writers import divided
@@ -76,3 +80,17 @@ def test_a_row_is_not_divided() -> None:
         divided(engine(2, [Stage(0, 1, 0, 8)]), 0, ["a", "b"])
     with pytest.raises(StartError, match=r"edits are counted for one; leave VLLM_TAP_EDIT out"):
         divided(structs.replace(engine(), edits=Editable({}, 2, [], 0)), 1, ["a", "a", "b", "b"])
+
+
+def test_a_rank_without_a_writer_starts_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from engine_side.seams.ranks import writers
+
+    monkeypatch.setattr(writers, "REACH_S", 0.3)
+    several = EngineConfig(f"ipc://{tmp_path}/none.sock", writers="several")
+    with pytest.raises(StartError, match=r"no writer answered ranks \[0\] .* start the writer of each host first"):
+        writers.stores_reached(several, engine())
+    assert writers.stores_reached(several, engine_info()) == [""], "an engine of one rank has one writer"
+    assert writers.stores_reached(replace(several, writers="one"), engine()) == [""] * 4
+    with pytest.raises(StartError, match="VLLM_TAP_WRITERS"):
+        replace(several, writers="two")
