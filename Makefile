@@ -49,8 +49,8 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, W
 page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
 	$(PY) -m pytest tests/api/page $(if $(K),-k "$(K)") $(ARGS)
 
-bucket-test: $(STAMP) .s3/.installed  ## a store in a bucket over a real S3 server, in an environment of its own, and a network that fails
-	$(PY) -m pytest tests/vllm_tap/bucket $(if $(K),-k "$(K)") $(ARGS)
+bucket-test: $(STAMP) .s3/.installed $(if $(filter ministack,$(S3)),.ministack/.installed)  ## a store in a bucket over a real S3 server (S3=ministack: another one), and a network that fails
+	$(if $(filter ministack,$(S3)),TAP_S3_SERVER=.ministack/bin/ministack) $(PY) -m pytest tests/vllm_tap/bucket $(if $(K),-k "$(K)") $(ARGS)
 
 ray-test: $(STAMP) $(VENV)/.installed-ray  ## captures through Ray Data, on a Ray of two workers here; installs Ray into .venv
 	$(PY) -m pytest tests/vllm_tap/ray tests/vllm_tap/bucket/several/test_ray.py tests/engine/serving/test_ray.py $(if $(K),-k "$(K)") $(ARGS)
@@ -184,10 +184,10 @@ $(VENV)/.installed-ray: requirements/ray.lock $(STAMP)
 	@$(uv) pip install --quiet --compile-bytecode --python .lens/bin/python --no-deps $(torch_index) -r requirements/lens.lock
 	@touch $@
 
-.s3/.installed: requirements/s3.lock | $(UV)
-	@echo "setup: an S3 server into .s3"
-	@test -x .s3/bin/python || $(UV) venv --quiet --python $(PYTHON) .s3
-	@$(uv) pip install --quiet --python .s3/bin/python --no-deps -r requirements/s3.lock
+.s3/.installed .ministack/.installed: .%/.installed: requirements/%.lock | $(UV)
+	@echo "setup: an S3 server into .$*"
+	@test -x .$*/bin/python || $(UV) venv --quiet --python $(PYTHON) .$*
+	@$(uv) pip install --quiet --python .$*/bin/python --no-deps -r requirements/$*.lock
 	@touch $@
 
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
@@ -199,8 +199,9 @@ lock: | $(UV)  ## resolve requirements/*.lock again
 	    --custom-compile-command "make lock" $(torch_index) -o requirements/lens.lock requirements/lens.in
 	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
 	    --custom-compile-command "make lock" -c requirements/cpu.lock -o requirements/page.lock requirements/page.in
-	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
-	    --custom-compile-command "make lock" -o requirements/s3.lock requirements/s3.in
+	@for server in s3 ministack; do \
+	    $(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
+	        --custom-compile-command "make lock" -o requirements/$$server.lock requirements/$$server.in; done
 	@$(uv) pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links --no-config \
 	    --custom-compile-command "make lock" -c requirements/cpu.lock -o requirements/ray.lock requirements/ray.in
 	@$(MAKE) --no-print-directory lock-gpu ENGINE=gpu
@@ -210,4 +211,4 @@ lock-gpu: | $(UV)
 	@$(uv) $(compile) --no-config --extra gpu -o requirements/gpu.lock
 
 clean:  ## remove what setup made
-	rm -rf .lens .s3 .venv .uv .versions
+	rm -rf .lens .ministack .s3 .venv .uv .versions

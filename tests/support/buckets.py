@@ -1,7 +1,7 @@
 """A real S3 server for tests, in an environment of its own, and a proxy before it that fails as networks do.
 
-``make bucket-test`` installs the server; TAP_S3_SERVER names its program. Without it such tests are skipped, and say
-so.
+``make bucket-test`` installs the server; TAP_S3_SERVER names its program, moto's or ministack's. Without it such tests
+are skipped, and say so.
 """
 
 from __future__ import annotations
@@ -133,19 +133,19 @@ def s3_server() -> Iterator[FaultProxy]:
     """A server with an empty bucket named ``bucket``, by way of a proxy."""
     assert SERVER is not None
     port = free_port()
-    process = subprocess.Popen([SERVER, "-H", "127.0.0.1", "-p", str(port)], stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL)
+    flags = [] if Path(SERVER).name == "ministack" else ["-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen([SERVER, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               env={**os.environ, "GATEWAY_PORT": str(port)})
     try:
         deadline = time.monotonic() + 120
         while True:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/moto-api/", timeout=5).close()
+                request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+                urllib.request.urlopen(request, timeout=60).close()
                 break
             except OSError:
                 assert time.monotonic() < deadline and process.poll() is None
                 time.sleep(0.1)
-        request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-        urllib.request.urlopen(request, timeout=60).close()
         with proxy(port) as between:
             yield between
     finally:

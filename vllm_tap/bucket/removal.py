@@ -105,8 +105,10 @@ def _listed(objects: Objects, head: Head) -> Iterator[Inventory]:
 
 
 def _before_ms(objects: Objects, older_than_s: float) -> int:
-    """The time so many seconds ago, by the clock of the service."""
-    return objects.modified_ms(HEAD) - int(older_than_s * 1000)
+    """The time so many seconds ago, by the clock of the service, which may tell whole seconds of one object and finer
+    times in a listing.
+    """
+    return objects.modified_ms(HEAD) + 999 - int(older_than_s * 1000)
 
 
 def _delete(objects: Objects, inventory: Inventory, head: Head, older_than_s: float, folders: set[str] | None = None
