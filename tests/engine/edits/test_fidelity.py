@@ -17,6 +17,7 @@ from schemas.errors import ArgumentError
 from schemas.read.reader import StoreReader
 from tests.support.engines.engines import DTYPE, ON_GPU, in_this_process, shut_down
 from tests.support.models.families import family_model
+from tests.support.store_helpers import until
 from vllm_tap import open_store
 from vllm_tap.fidelity import coding
 from vllm_tap.fidelity import study as study_module
@@ -58,6 +59,8 @@ def bench(reader: StoreReader) -> Iterator[Bench]:
             llm: Any = LLM(str(family_model("qwen3", DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=64,
                            max_num_seqs=PROMPTS, block_size=32, seed=0)
     with open_store(reader.path) as store:
+        # Others have sent to this store before: a busy writer hears of this engine after its start.
+        assert until(lambda: (info := reader.engine()) is not None and "q_rot" in info.armed.sites, 60)
         yield Bench(llm.llm_engine, store, 8)
     shut_down(llm)
 
