@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import msgspec
 
+ELSEWHERE: Final = "elsewhere"  # other writers' stores have it
 REASONS: Final = ("prefix_cached", "dropped", "aborted", "not_armed", "engine_lost", "part_lost", "rejected_draft",
-                  "quota", "fenced", "deleted", "pending", "elsewhere")
-ELSEWHERE: Final = REASONS[-1]  # other writers' stores have it
+                  "quota", "fenced", "deleted", "pending", ELSEWHERE)
 STATUSES: Final = ("pending", "running", "complete", "empty", "incomplete", "failed", "deleted")
 FINAL: Final = frozenset(("complete", "empty", "incomplete", "failed"))  # of what is not deleted
 

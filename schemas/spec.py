@@ -115,6 +115,12 @@ class Resolved(msgspec.Struct, frozen=True, omit_defaults=True):
     writer: int = 0
 
     @property
+    def here(self) -> set[tuple[str, int]]:
+        """The sites and layers that this writer gets."""
+        return {(site, layer) for site, layers in self.layers.items() for layer in layers
+                if layer not in self.elsewhere.get(site, ())}
+
+    @property
     def empty(self) -> bool:
         """Whether it captures nothing (legal: the zero-layer control of benchmarks)."""
         return not any(self.layers.values()) or self.positions == []

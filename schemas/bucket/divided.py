@@ -19,11 +19,12 @@ from schemas.catalog.records import Drop
 from schemas.codecs import identified
 from schemas.errors import ArgumentError, NotFoundError
 from schemas.ids import split_capture_id
-from schemas.manifest import Manifest, Missing, SiteLayer
+from schemas.manifest import Manifest, Missing
 from schemas.probes import Probe
-from schemas.read.captures import CaptureRow, Progress, resolved_of
+from schemas.read.captures import CaptureRow, Progress, progress_of, resolved_of
 from schemas.read.coverage import Coverage, LayerGroup, Shared, clip, status_of_cover
 from schemas.read.coverage_cache import CoveredCapture
+from schemas.read.manifests import rows_of
 from schemas.read.row_reader import RowReader
 from schemas.read.slices import DECODED, RowFormat, RowsAt, Slice, check_layers, common_rows, missing_of
 from schemas.sites import parse_site
@@ -31,8 +32,6 @@ from schemas.spec import Resolved
 from schemas.wire.layout import LEADER
 
 __all__ = ["DividedReader"]
-
-Place = tuple[str, int]  # a site and layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +82,14 @@ class DividedReader:
         told, covered = self.first.manifest(ref, owner), self.covered(ref, owner)[0]
         if covered.resolved is None:
             return told
-        rows = sorted((SiteLayer(site, layer, covered.resolved.codec[site], group.expected, len(group.rows.positions),
-                                 group.missing, len(group.rejected.positions))
-                       for site, groups in covered.coverage.sites.items() for group in groups
-                       for layer in group.layers), key=lambda row: row.layer)
-        order = {site: number for number, site in enumerate(covered.coverage.sites)}
         return msgspec.structs.replace(
             told, status=covered.capture.status, resolved=msgspec.to_builtins(covered.resolved),
             engine={name: value for name, value in told.engine.items() if name != "divided"},
             sites=[msgspec.structs.replace(info, extents=[]) for info in told.sites],
-            rows=sorted(rows, key=lambda row: order[row.site]), parts=[])
+            rows=rows_of(covered.coverage, covered.resolved.codec), parts=[])
 
     def progress(self, ref: str, owner: str | None = None) -> Progress:
-        told, coverage = self.first.progress(ref, owner), (found := self.covered(ref, owner)[0]).coverage
-        groups = [group for groups in coverage.sites.values() for group in groups]
-        expected = sum(group.expected * len(group.layers) for group in groups)
-        captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
-        return replace(told, status=found.capture.status, expected=expected, captured=captured,
-                       missing=expected - captured)
+        return progress_of(self.covered(ref, owner)[0])
 
     def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
         """Same, without what only one store can say: extents, drops, segments, and parts."""
@@ -110,7 +99,7 @@ class DividedReader:
         every = [first, *(each.covered(first.capture.id)[0] for each in self._that_have(first.capture.id))]
         asked = {site: sorted({layer for each in every for layer in _resolved(each).layers.get(site, ())})
                  for site in _resolved(first).layers}
-        homes = {place: number for number in reversed(range(len(every))) for place in _here(_resolved(every[number]))}
+        homes = {place: number for number in reversed(range(len(every))) for place in _resolved(every[number]).here}
         sites = {site: [group for number, each in enumerate(every)
                         for group in _groups(each, site, [layer for layer in layers
                                                           if homes.get((site, layer), 0) == number], first)]
@@ -203,11 +192,6 @@ class DividedReader:
 def _resolved(covered: CoveredCapture) -> Resolved:
     assert covered.resolved is not None  # a capture that no engine has begun is not divided
     return covered.resolved
-
-
-def _here(resolved: Resolved) -> list[Place]:
-    return [(site, layer) for site, layers in resolved.layers.items() for layer in layers
-            if layer not in resolved.elsewhere.get(site, ())]
 
 
 def _groups(covered: CoveredCapture, site: str, layers: Sequence[int], first: CoveredCapture) -> Iterator[LayerGroup]:

@@ -29,7 +29,8 @@ from schemas.store.paths import NOT_A_FOLDER, url_of
 from schemas.wire.layout import siblings
 from schemas.wire.messages import EngineInfo
 
-__all__ = ["CaptureRow", "CatalogReader", "Division", "ListPlace", "NamedCapture", "Progress", "read_store_uuid"]
+__all__ = ["CaptureRow", "CatalogReader", "Division", "ListPlace", "NamedCapture", "Progress", "progress_of",
+           "read_store_uuid"]
 
 ListPlace = tuple[int, str]  # of a capture in lists: when it was made, in milliseconds since 1970, and its id
 
@@ -230,10 +231,8 @@ class CatalogReader:
             row = now.db.execute(query, (ulid,)).fetchone()
         if row is None or not ((resolved := resolved_of(capture := capture_of(row))).elsewhere or resolved.writer):
             return None
-        here = {(site, layer) for site, layers in resolved.layers.items() for layer in layers
-                if layer not in resolved.elsewhere.get(site, ())}
-        return Division(resolved.writer, capture.owner, (capture.asked, capture.prompt_tokens), frozenset(here),
-                        bool(resolved.elsewhere))
+        return Division(resolved.writer, capture.owner, (capture.asked, capture.prompt_tokens),
+                        frozenset(resolved.here), bool(resolved.elsewhere))
 
     def divides(self) -> bool:
         """Whether any engine sent some layers here and others to other writers."""
@@ -373,12 +372,7 @@ class CatalogReader:
         """Progress of one capture."""
         with self._catalog.moment() as now:
             covered = self._coverage_cache.of(now, ref, owner)
-        capture, coverage = covered.capture, covered.coverage
-        groups = [group for groups in coverage.sites.values() for group in groups]
-        expected = sum(group.expected * len(group.layers) for group in groups)
-        captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
-        return Progress(capture.id, capture.status, expected, captured, expected - captured, capture.prompt_len,
-                        max(capture.total_len, coverage.end), capture.ended)
+        return progress_of(covered)
 
     def covered(self, ref: str, owner: str | None = None) -> tuple[CoveredCapture, dict[str, int]]:
         """The rows of one capture at all its sites, and by site how many numbers a row is decoded to."""
@@ -393,6 +387,16 @@ class CatalogReader:
         """A number that changes with the catalog."""
         with self._catalog.moment() as now:
             return now.version
+
+
+def progress_of(covered: CoveredCapture) -> Progress:
+    """The progress of a capture whose coverage is known at all its sites."""
+    capture, coverage = covered.capture, covered.coverage
+    groups = [group for groups in coverage.sites.values() for group in groups]
+    expected = sum(group.expected * len(group.layers) for group in groups)
+    captured = sum(len(group.rows.positions) * len(group.layers) for group in groups)
+    return Progress(capture.id, capture.status, expected, captured, expected - captured, capture.prompt_len,
+                    max(capture.total_len, coverage.end), capture.ended)
 
 
 def _row(capture: Capture, names: list[str]) -> CaptureRow:

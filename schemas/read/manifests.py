@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,13 @@ from schemas.catalog.database import Database
 from schemas.catalog.records import Capture, engine_json
 from schemas.errors import SpecError
 from schemas.manifest import Manifest
+from schemas.read.coverage import Coverage
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.sites import is_probe, lens_name, names_of, site_named
 from schemas.store.paths import block_name, open_name
 from schemas.wire.layout import LEADER
 
-__all__ = ["aliases_by_ulid", "aliases_of", "manifest_of", "shape_of"]
+__all__ = ["aliases_by_ulid", "aliases_of", "manifest_of", "rows_of", "shape_of"]
 
 
 def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
@@ -27,8 +28,8 @@ def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
     capture, coverage = covered.capture, covered.coverage
     resolved = json.loads(capture.resolved) if capture.resolved else {}
     engine = engine_json(db, capture.stream)
-    sites, rows = [], []
-    for site, groups in coverage.sites.items():
+    sites = []
+    for site in coverage.sites:
         codec = resolved["codec"][site]
         dtype, width = shape_of(db, covered, site)
         extents = []
@@ -48,13 +49,6 @@ def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
             error_bound=known.family.error, meaning=meaning,
             transformer_lens=lens_name(site, names_of(engine)), extents=extents,
         ))
-        rows += [
-            manifests.SiteLayer(site, layer, codec, group.expected, len(group.rows.positions), group.missing,
-                                len(group.rejected.positions))
-            for group in groups for layer in group.layers
-        ]
-    order = {site: number for number, site in enumerate(coverage.sites)}
-    rows.sort(key=lambda entry: (order[entry.site], entry.layer))
     return Manifest(
         id=capture.id, aliases=aliases_of(db, capture), status=capture.status,
         asked=json.loads(capture.asked) if capture.asked else {}, resolved=resolved, tags=capture.tags,
@@ -68,9 +62,19 @@ def manifest_of(db: Database, covered: CoveredCapture) -> Manifest:
         output_token_ids=np.frombuffer(capture.output_tokens, "<u4").tolist(),
         finish_reason=capture.ended, client_finish_reason=capture.client_reason,
         engine_finish_reason=capture.finish_reason, stop_reason=capture.stop_reason, cached=capture.cached,
-        recomputed=capture.recomputed, sites=sites, rows=rows, hold=capture.hold, failed=capture.failed,
+        recomputed=capture.recomputed, sites=sites, rows=rows_of(coverage, resolved.get("codec", {})),
+        hold=capture.hold, failed=capture.failed,
         parts=_parts(covered),
     )
+
+
+def rows_of(coverage: Coverage, codecs_of: Mapping[str, str]) -> list[manifests.SiteLayer]:
+    """A line for each site and layer, in the order of the sites; ``codecs_of``: by site, the codec's identity."""
+    return [manifests.SiteLayer(site, layer, codecs_of[site], group.expected, len(group.rows.positions), group.missing,
+                                len(group.rejected.positions))
+            for site, groups in coverage.sites.items()
+            for layer, group in sorted(((layer, group) for group in groups for layer in group.layers),
+                                       key=lambda each: each[0])]
 
 
 def _parts(covered: CoveredCapture) -> list[manifests.PartInfo]:
