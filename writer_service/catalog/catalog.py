@@ -30,6 +30,7 @@ from writer_service.catalog.changes import (
     SegmentSealed,
 )
 from writer_service.catalog.entries import apply_entry, note_log
+from writer_service.catalog.whole import is_whole
 from writer_service.control_log import LogEntry
 
 _THIRTEEN = ", ".join("?" * 13)  # an extent
@@ -112,15 +113,17 @@ def refresh(db: sqlite3.Connection, captures: Iterable[str]) -> None:
         if capture is None:
             continue
         total = capture.prompt_len + len(capture.output_tokens) // 4
-        coverage = Coverage(0, {}, {})
-        if capture.finish_seq is not None:
-            coverage = cover(capture, load_extents(db, capture_id), load_drops(db, capture_id),
-                             load_parts(db, capture))
-        elif not capture.deleted:
+        if capture.finish_seq is None:
             # Its status does not follow from its rows: reading all of them with every commit would cost ever more.
-            total = max(total, capture.total_len)
-        db.execute("UPDATE captures SET status = ?, total_len = ? WHERE id = ?",
-                   (status_of_cover(capture, coverage), total, capture_id))
+            total = total if capture.deleted else max(total, capture.total_len)
+            status = status_of_cover(capture, Coverage(0, {}, {}))
+        elif is_whole(db, capture):
+            status = "complete"
+        else:
+            status = status_of_cover(capture, cover(capture, load_extents(db, capture_id), load_drops(db, capture_id),
+                                                    load_parts(db, capture)))
+        if (status, total) != (capture.status, capture.total_len):
+            db.execute("UPDATE captures SET status = ?, total_len = ? WHERE id = ?", (status, total, capture_id))
 
 
 # ── frames ──────────────────────────────────────────────────────────────────────────────────────────────────────
