@@ -21,6 +21,7 @@ from schemas.wire.row_table import RowTable
 
 _HASHERS: Final = 2  # threads that hash what is long, while the sender makes the next frames
 _LONG_BYTES: Final = 1 << 20
+_APART_BYTES: Final = 1 << 16  # pieces that are hashed where they lie: a copy side by side would cost more
 
 Digest = Callable[[], int]  # the xxh3 of a stream: waits for it
 
@@ -140,7 +141,7 @@ class FrameBuilder:
         extents = [(run.extents[name][0] + step * run.stride, run.extents[name][1])
                    for run in runs for step in range(run.steps)]
         part = StreamPart(name, sum(size for _, size in extents), 0, extents)
-        if part.nbytes >= _LONG_BYTES and all(run.steps == 1 for run in runs):
+        if part.nbytes >= _LONG_BYTES and part.nbytes >= _APART_BYTES * len(extents):
             return part, self._hashers.submit(_digest, [self._shared.bytes_at(*extent) for extent in extents]).result
         digest = _digest(self._contiguous(*run.extents[name], run) for run in runs)  # in turn: they share memory
         return part, lambda: digest

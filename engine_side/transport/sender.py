@@ -57,6 +57,7 @@ logger = logging.getLogger("vllm.tap")
 
 _IDLE_POLL_MS = 10
 _BUSY_POLL_MS = 2
+_BUSY_S = 0.5  # after an event: the next burst comes in less, and nothing tells of the end of its copy
 _STALL_S = 3.0
 _ALONE_S = 10.0
 _FLUSH_S = 5.0
@@ -110,6 +111,7 @@ class Sender:
         self._layers: dict[str, dict[str, list[int]]] = {}  # of each capture of which the writer lacks the end, by site
         self._doubtful: set[str] = set()  # captures that a copy of this process may have opened
         self._alone_since_s = time.monotonic()
+        self._busy_until = 0.0
 
     # ── life ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +143,8 @@ class Sender:
             self.connection.close(linger_ms=500)
 
     def _turn(self, ending: bool) -> None:
-        busy = self._take_events()
+        if self._take_events():
+            self._busy_until = time.monotonic() + _BUSY_S
         self._close_old_frames(force=ending)
         self.connection.tend()
         if self.connection.welcome is not None:
@@ -151,7 +154,8 @@ class Sender:
             logger.warning("vllm-tap: no writer has answered at %s for %.0f s; check that it runs, and that it has "
                            "this engine's key", self._endpoint, _ALONE_S)
         self._send_unsent()
-        if self.connection.wait(_BUSY_POLL_MS if busy or self.frames.open else _IDLE_POLL_MS):
+        busy = self.frames.open or time.monotonic() < self._busy_until
+        if self.connection.wait(_BUSY_POLL_MS if busy else _IDLE_POLL_MS):
             self._receive()
 
     # ── events to messages ──────────────────────────────────────────────────────────────────────────────────────

@@ -165,6 +165,7 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
     order = np.argsort(table.capture, kind="stable")
     starts = np.searchsorted(table.capture[order], np.arange(len(frame.captures) + 1))
     steps = steps_of(frame)
+    strays = db.execute("SELECT 1 FROM strays LIMIT 1").fetchone() is not None
     for index, capture in enumerate(frame.captures):
         rows = order[starts[index] : starts[index + 1]]
         rows = rows[table.flags[rows] & FLAG_ERASED == 0]
@@ -174,8 +175,9 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
         if part is None:
             _note_stray(db, item, capture)
             continue
-        db.execute("DELETE FROM strays WHERE capture = ? AND segment = ? AND offset = ?",
-                   (capture, item.segment, item.offset))
+        if strays:
+            db.execute("DELETE FROM strays WHERE capture = ? AND segment = ? AND offset = ?",
+                       (capture, item.segment, item.offset))
         positions, flags = table.position[rows], table.flags[rows]
         columns = np.stack([positions, rows.astype(np.uint32), table.token_id[rows], flags], axis=1).astype("<u4")
         highest = int(positions[flags & FLAG_DRAFT == 0].max(initial=0))  # a draft may be of no length to come
@@ -188,9 +190,9 @@ def _index_rows(db: sqlite3.Connection, item: Indexed) -> set[str]:
                        "WHERE capture = ? AND site = ? AND part = ? AND seq = ? AND (segment, offset) <> (?, ?)",
                        extent[:6])
             db.execute(f"INSERT OR REPLACE INTO extents VALUES ({_THIRTEEN})", extent)
-        db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
-                   (highest + 1, capture))
-        touched.add(capture)
+        if not db.execute("UPDATE captures SET total_len = max(total_len, ?) WHERE id = ? AND finish_seq IS NULL",
+                          (highest + 1, capture)).rowcount:
+            touched.add(capture)  # of one that runs, rows change no more than that
     return touched
 
 

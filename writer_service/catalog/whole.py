@@ -29,9 +29,8 @@ def is_whole(db: sqlite3.Connection, capture: Capture) -> bool:
     if resolved.elsewhere:
         return False
     tables: dict[tuple[str, bytes], list[bytes]] = {}
-    # In the order of the primary key: each site's oldest first.
-    for site, layers, rows in db.execute("SELECT site, layers, rows FROM extents WHERE capture = ? ORDER BY site, part, "
-                                         "seq", (capture.id,)):
+    query = "SELECT site, layers, rows FROM extents WHERE capture = ? ORDER BY site, part, seq"  # as the table has them
+    for site, layers, rows in db.execute(query, (capture.id,)):
         tables.setdefault((site, layers), []).append(rows)
     ranges = clip(intervals(resolved.positions, capture.prompt_len), capture.end)
     count = sum(stop - start for start, stop in ranges)

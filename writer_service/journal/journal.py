@@ -34,6 +34,7 @@ from writer_service.metrics import Counters, sync_seconds
 from writer_service.sender_state import SenderState
 
 log_bytes_max: Final = 64 * 1024 * 1024
+_TOGETHER_S: Final = 0.02  # that a record waits for frames that lanes write: the end of a capture is behind them
 
 
 class Journal:
@@ -207,8 +208,10 @@ class Journal:
             return None
         if self.catalog.full:
             return 0.02
-        if batch.urgent or batch.nbytes >= self._config.commit_bytes:
+        if batch.nbytes >= self._config.commit_bytes:
             return 0.0
+        if batch.urgent:  # lanes wake the loop
+            return max(0.0, batch.started + _TOGETHER_S - now) if self._appender else 0.0
         return max(0.0, batch.started + self._config.commit_delay_s - now)
 
     def commit_if_due(self, now: float) -> None:

@@ -128,8 +128,8 @@ def test_a_capture_that_ends_whole_is_refreshed_without_its_coverage(tmp_path: P
     catalog.create(db, "00" * 16)
     capture = asked()
     with catalog.transaction(db):
-        db.execute("INSERT INTO captures (id, ulid, sample, status, created_ms, stream, resolved, prompt_len, finish_seq, "
-                   "\"end\", output_tokens) VALUES (?, ?, 0, 'running', 1, 's', ?, 3, 9, 8, ?)",
+        db.execute("INSERT INTO captures (id, ulid, sample, status, created_ms, stream, resolved, prompt_len, "
+                   "finish_seq, \"end\", output_tokens) VALUES (?, ?, 0, 'running', 1, 's', ?, 3, 9, 8, ?)",
                    (capture.id, capture.ulid, capture.resolved, capture.output_tokens))
     found(db, capture, WHOLE)
     said: list[str] = []
