@@ -142,14 +142,12 @@ class Run:
         from schemas.errors import NotFoundError
 
         waiting = list(ids)
-        while waiting:
-            try:
-                with self._reader() as reader:
+        with self._reader() as reader:
+            while waiting:
+                with contextlib.suppress(NotFoundError):
                     while waiting and reader.capture(waiting[-1]).status not in ("pending", "running"):
                         waiting.pop()
-            except NotFoundError:
-                pass
-            time.sleep(0.002)
+                time.sleep(0.002 if waiting else 0)
 
     def _wait_written(self, scenario: str, outputs: Any) -> None:
         """vLLM's connector holds a lock on each file until its threads have written it."""

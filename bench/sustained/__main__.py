@@ -10,6 +10,7 @@ of the same place; what counts are ratios over them, since bare seconds are of a
     python -m bench.sustained --store tcp                        # another network namespace, where root may make one
     python -m bench.sustained --profile --seconds 20 --steps 3   # seconds of processor and bytes touched, by stage
     python -m bench.sustained --beside readers,loader,retention
+    python -m bench.sustained --engine real --seconds 600 --room-gb 24   # on a GPU: ten minutes of generation
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     parser.add_argument("--folder", type=Path, help="of the store (default: /dev/shm; --store disk: /tmp)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of a trial (default: %(default)g)")
     parser.add_argument("--steps", type=int, default=5, help="of the bisection (default: %(default)s)")
+    parser.add_argument("--engine", choices=("played", "real"), default="played", help="real: vLLM generates with a "
+                        "model of that shape, every request captured; one trial of --seconds (default: %(default)s)")
     parser.add_argument("--rate", type=float, help="GB/s: one trial at that rate, no bisection")
     parser.add_argument("--beside", default="", help=f"who else is at work: some of {','.join(KINDS)}")
     parser.add_argument("--ring-gb", type=float, default=0.0, help="(default: as an engine on a GPU would take)")
@@ -67,6 +70,8 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     parser.add_argument("--name", default="", help="of the result (default: shape, codec and store)")
     args = parser.parse_args(argv)
     beside = tuple(filter(None, args.beside.split(",")))
+    if args.engine == "real" and (args.rate is not None or args.profile or args.store == "tcp"):
+        parser.error("--engine real goes as fast as it generates, on this host: without --rate, --profile, --store tcp")
     if unknown := set(beside) - set(KINDS):
         parser.error(f"--beside: {', '.join(sorted(unknown))}: valid are {', '.join(KINDS)}")
     folder = args.folder or Path(tempfile.gettempdir() if args.store == "disk" else "/dev/shm")
@@ -75,7 +80,8 @@ def parse(argv: list[str] | None = None) -> tuple[Setting, argparse.Namespace]:
     free = os.statvfs(folder)
     room = int(1e9 * args.room_gb) or min((32 if args.store == "disk" else 4) << 30, free.f_bavail * free.f_frsize // 4)
     setting = Setting(args.shape, args.codec, args.load, args.step_tokens, args.store, str(folder),
-                      int(1e9 * args.ring_gb), room, beside, args.threads, 5.0 if args.control else 0.0, args.profile)
+                      int(1e9 * args.ring_gb), room, beside, args.threads,
+                      5.0 if args.control and args.engine == "played" else 0.0, args.profile, args.engine)
     return setting, args
 
 
@@ -92,7 +98,11 @@ def measure(setting: Setting, seconds: float, steps: int, rate: float | None, co
         def say(what: str, trial: Trial) -> None:
             console.print(f"{what}: {shown(trial)}", highlight=False)
 
-        if rate is None:
+        if setting.engine == "real":
+            made.trial(None, min(seconds, 5.0), tell("warming"))
+            trials = [made.trial(None, seconds, tell("generating"))]
+            say("generating", trials[0])
+        elif rate is None:
             trials = search(made, seconds, steps, tell, say)
         else:
             made.trial(None, min(seconds, 5.0), tell("warming"))

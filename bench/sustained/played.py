@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -79,6 +80,7 @@ class Played:
     rows: int  # offered: those that found no room included
     dropped: int
     latencies_s: list[float] = field(default_factory=list)  # of each step with rows, until they were durable
+    rounds_s: list[float] = field(default_factory=list)  # of a real engine: what it took for the load, each time
 
     def quantile_ms(self, q: float) -> float:
         """Of the time until rows were durable."""
@@ -107,6 +109,7 @@ class PlayedEngine:
         self.recorder = Recorder(staging, DTYPE, "drop", DeviceToHost(torch.device("cpu"), self.ring,
                                                                       outbox=Outbox(self.ring.shared)))
         self._leave_out_the_encoder(staging)
+        self.pid = os.getpid()
         self.sender = sender(self.ring)
         self.sender.begin(EngineInfo(f"played {shape}", DTYPE, "f", "", "", size.layers, armed, {SITE: size.hidden},
                                      1 << 20, "", "", ""))

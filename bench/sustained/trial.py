@@ -1,4 +1,4 @@
-"""Trials: a played engine and a line behind it, for so long at such a rate, and the control in turns with them."""
+"""Trials: a played engine, or a real one, and a line behind it, for so long; the control in turns with them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 from bench.sustained import stages
 from bench.sustained.beside import Beside
 from bench.sustained.clerk import Clerk
+from bench.sustained.generating import GeneratingEngine
 from bench.sustained.line import Line, Watch
 from bench.sustained.plain import Plain, plain_rate
 from bench.sustained.played import PlayedEngine, default_ring
@@ -44,6 +45,7 @@ class Setting:
     threads: int = 2  # of the control
     control_s: float = 5.0  # 0: no control
     profile: bool = False
+    engine: str = "played"  # or real
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Trial:
     control_gb_s: float = 0.0  # of the turns before and after
     control_cpu_s_per_gb: float = 0.0
     stages: dict[str, dict[str, Any]] = field(default_factory=dict)  # by process
+    rounds_s: list[float] = field(default_factory=list)  # what a real engine took to generate, each time
 
     def beside(self, before: tuple[float, float], after: tuple[float, float]) -> None:
         """Take the control's turns before and after it."""
@@ -87,7 +90,7 @@ class _TimedSender(SenderProcess):
 class Bench:
     """The engine, the line, and who else is at work; made by ``bench``."""
 
-    def __init__(self, setting: Setting, work: Path, engine: PlayedEngine, line: Line, clerk: Clerk,
+    def __init__(self, setting: Setting, work: Path, engine: PlayedEngine | GeneratingEngine, line: Line, clerk: Clerk,
                  timed: Path | None) -> None:
         self.setting, self.work, self.engine, self.line, self._clerk = setting, work, engine, line, clerk
         self._timed = timed
@@ -100,6 +103,7 @@ class Bench:
         setting = self.setting
         if not setting.control_s:
             return 0.0, 0.0
+        assert isinstance(self.engine, PlayedEngine)
         memory = memoryview(self.engine.ring.shared.map)[: self.engine.ring.capacity]
         plain = Plain(setting.threads, setting.control_s, setting.room, setting.store == "disk")
         rate, cpu = plain_rate(memory, self.work, dataclasses.replace(plain, **how))
@@ -107,7 +111,7 @@ class Bench:
 
     def trial(self, rate: float | None, seconds: float, tell: Callable[[float], None] = lambda done: None) -> Trial:
         """Play at ``rate`` bytes a second; see ``PlayedEngine.play``."""
-        pids = {"engine": os.getpid(), "sender": self.engine.sender.pid, **self.line.pids}
+        pids = {"engine": self.engine.pid, "sender": self.engine.sender.pid, **self.line.pids}
         before = self._counted()
         watch = Watch(pids)
         played = self.engine.play(seconds, rate, self._clerk.take, tell)
@@ -116,15 +120,16 @@ class Bench:
         self.line.settle()
         use, after = watch.stop(), self._counted()
         gigabytes = played.nbytes / 1e9
-        stored = gigabytes * (1 - played.dropped / max(1, played.rows))
+        dropped = played.dropped or sum(account.missing.values())
+        stored = gigabytes * (1 - dropped / max(1, played.rows))
         found = Trial(
             None if rate is None else rate / 1e9, played.seconds, gigabytes / played.seconds, stored / played.durable_s,
-            played.rows, account.stored, played.dropped, dict(account.missing), played.quantile_ms(0.5),
+            played.rows, account.stored, dropped, dict(account.missing), played.quantile_ms(0.5),
             played.quantile_ms(0.99), played.quantile_ms(1.0),
             {name: value / max(stored, 1e-9) for name, value in use.cpu_s.items()},
             {name: values[-1] for name, values in use.memory_mb.items() if values},
             {name: use.slope_mb_min(name) for name in use.memory_mb}, unsealed / 1e9,
-            held=not played.dropped and account.stored == played.rows and unsealed <= UNSEALED_MAX)
+            held=not dropped and account.stored == played.rows and unsealed <= UNSEALED_MAX, rounds_s=played.rounds_s)
         for name, counts in after.items():
             since = counts.since(before[name])
             found.stages[name] = {"seconds": since.at, "gb": stored, "stages": since.stages, "threads": since.threads}
@@ -154,8 +159,10 @@ def bench(setting: Setting, say: Callable[[str], None]) -> Iterator[Bench]:
         def start(ring: Ring) -> SenderProcess:
             return sender(line.senders_endpoint, ring.shared, line.curve)
 
-        engine = PlayedEngine(setting.shape, setting.codec, setting.load, setting.step_tokens,
-                              setting.ring or default_ring(setting.shape), start)
+        engine = GeneratingEngine(setting.shape, setting.codec, setting.load, line.store, line.endpoint, work,
+                                  setting.ring) if setting.engine == "real" else PlayedEngine(
+            setting.shape, setting.codec, setting.load, setting.step_tokens,
+            setting.ring or default_ring(setting.shape), start)
         ends.callback(engine.close)
         room = None if "retention" in setting.beside else setting.room // (engine.row_bytes // engine.layers)
         clerk = Clerk(line.store, line.endpoint, room)

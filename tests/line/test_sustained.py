@@ -87,3 +87,17 @@ def test_who_reads_beside_it_reads(made: Bench) -> None:
         if all(found.values()):
             break
     assert all(found.values()), found
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_a_real_engine_generates_and_everything_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
+    setting, args = parse(["--engine", "real", "--shape", "small", "--load", "small", "--folder", str(tmp_path),
+                           "--ring-gb", "0.1"])
+    assert args.rate is None and setting.control_s == 0
+    with bench(setting, print) as running:
+        trial = running.trial(None, 1.0)
+    assert trial.held and not trial.missing and len(trial.rounds_s) >= 1
+    assert trial.rows_stored == trial.rows_offered == len(trial.rounds_s) * 8 * (128 + 32 - 1) * 12
+    assert 0 < trial.durable_p50_ms <= trial.durable_max_ms and trial.cpu_s_per_gb["engine"] > 0
