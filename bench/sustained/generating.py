@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
+from unittest.mock import patch
 
 import psutil
 
@@ -37,20 +38,22 @@ class GeneratingEngine:
                  ) -> None:
         import torch
 
-        os.environ |= {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": SITE, "VLLM_NO_USAGE_STATS": "1",
-                       "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+        settings = {"VLLM_TAP_ENDPOINT": endpoint, "VLLM_TAP_ARM": SITE, "VLLM_NO_USAGE_STATS": "1",
+                    "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         if ring:
-            os.environ["VLLM_TAP_RING_BYTES"] = str(ring)
-        from vllm import LLM
+            settings["VLLM_TAP_RING_BYTES"] = str(ring)
 
         self.load, self._name, self._codec, self._store = LOADS[load], load, codec, store
         self.layers = SHAPES[shape].layers
         self.row_bytes = self.layers * sum(
             stream.nbytes for stream in codecs.streams(codec, SHAPES[shape].hidden, DTYPE))
         on_gpu = torch.cuda.is_available()
-        self._llm: Any = LLM(str(make_model(shape, folder)), load_format="dummy", skip_tokenizer_init=True, seed=0,
-                             dtype=DTYPE if on_gpu else "float32", enable_prefix_caching=False,
-                             **options(ENGINES["tap"], shape, [self.load], on_gpu))
+        with patch.dict(os.environ, settings):
+            from vllm import LLM
+
+            self._llm: Any = LLM(str(make_model(shape, folder)), load_format="dummy", skip_tokenizer_init=True, seed=0,
+                                 dtype=DTYPE if on_gpu else "float32", enable_prefix_caching=False,
+                                 **options(ENGINES["tap"], shape, [self.load], on_gpu))
         inside = psutil.Process().children(recursive=True)
         sender = next(one for one in inside if any("sender_process" in word for word in one.cmdline()))
         self.sender = SimpleNamespace(pid=sender.pid)
