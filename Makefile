@@ -49,8 +49,8 @@ test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, W
 page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
 	$(PY) -m pytest tests/api/page $(if $(K),-k "$(K)") $(ARGS)
 
-bucket-test: $(STAMP) .s3/.installed $(if $(filter ministack,$(S3)),.ministack/.installed)  ## a store in a bucket over a real S3 server (S3=ministack: another one), and a network that fails
-	$(if $(filter ministack,$(S3)),TAP_S3_SERVER=.ministack/bin/ministack) $(PY) -m pytest tests/vllm_tap/bucket $(if $(K),-k "$(K)") $(ARGS)
+bucket-test: $(STAMP) .s3/.installed $(if $(filter ministack,$(S3)),.ministack/.installed) $(if $(AZURE),.azurite/.installed)  ## a store in a bucket over a real S3 server (S3=ministack: another one; AZURE=1: Azure's emulator too), and a network that fails
+	$(if $(filter ministack,$(S3)),TAP_S3_SERVER=.ministack/bin/ministack) $(if $(AZURE),TAP_AZURITE=.azurite/node_modules/.bin/azurite-blob) $(PY) -m pytest tests/vllm_tap/bucket $(if $(K),-k "$(K)") $(ARGS)
 
 ray-test: $(STAMP) $(VENV)/.installed-ray  ## captures through Ray Data, on a Ray of two workers here; installs Ray into .venv
 	$(PY) -m pytest tests/vllm_tap/ray tests/vllm_tap/bucket/several/test_ray.py tests/engine/serving/test_ray.py $(if $(K),-k "$(K)") $(ARGS)
@@ -190,6 +190,13 @@ $(VENV)/.installed-ray: requirements/ray.lock $(STAMP)
 	@$(uv) pip install --quiet --python .$*/bin/python --no-deps -r requirements/$*.lock
 	@touch $@
 
+.azurite/.installed: requirements/azurite.json
+	@command -v npm >/dev/null || { echo "setup: Azure's emulator runs on Node.js; install it, with npm"; exit 1; }
+	@echo "setup: Azure's emulator into .azurite"
+	@mkdir -p .azurite && cp requirements/azurite.json .azurite/package.json
+	@npm install --prefix .azurite --silent --no-package-lock --no-audit --no-fund
+	@touch $@
+
 compile = pip compile --quiet --python-version 3.11 --no-emit-index-url --no-emit-find-links \
     --custom-compile-command "make lock" --extra demo --extra lab --extra test --extra docs --extra dev pyproject.toml
 
@@ -211,4 +218,4 @@ lock-gpu: | $(UV)
 	@$(uv) $(compile) --no-config --extra gpu -o requirements/gpu.lock
 
 clean:  ## remove what setup made
-	rm -rf .lens .ministack .s3 .venv .uv .versions
+	rm -rf .azurite .lens .ministack .s3 .venv .uv .versions

@@ -1,17 +1,20 @@
 """A real S3 server for tests, in an environment of its own, and a proxy before it that fails as networks do.
 
 ``make bucket-test`` installs the server; TAP_S3_SERVER names its program, moto's or ministack's. Without it such tests
-are skipped, and say so.
+are skipped, and say so. TAP_AZURITE names the program of Azure's emulator, which is asked without a proxy.
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
 import http.client
 import os
 import shutil
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +29,9 @@ SERVER = os.environ.get("TAP_S3_SERVER") or next(
     (str(path) for path in [Path(__file__).resolve().parents[2] / ".s3" / "bin" / "moto_server"] if path.exists()),
     shutil.which("moto_server"))
 NO_SERVER = "the bucket was NOT tested over S3: `make bucket-test` installs a server and runs it"
+AZURITE = os.environ.get("TAP_AZURITE", "")
+# The published key of every emulator.
+_AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 # "503", "cut": half of the answer's body, "lost": no answer comes, "slow": none until ``let_go`` is set, "flip": a bit
 # of what is sent, "heedless": without the request's conditions.
 Fault = str | None
@@ -148,6 +154,38 @@ def s3_server() -> Iterator[FaultProxy]:
                 time.sleep(0.1)
         with proxy(port) as between:
             yield between
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def azure_server(folder: Path) -> Iterator[dict[str, str]]:
+    """Azure's emulator with an empty container named ``bucket``; the variables by which a client finds it."""
+    port = free_port()
+    process = subprocess.Popen([AZURITE, "--blobPort", str(port), "--location", str(folder), "--silent",
+                                "--skipApiVersionCheck"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    account, version = "devstoreaccount1", "2021-08-06"
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            date = formatdate(usegmt=True)
+            signed = ("PUT" + 12 * "\n" + f"x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/bucket\n"
+                      "restype:container")
+            signature = hmac.digest(base64.b64decode(_AZURE_KEY), signed.encode(), "sha256")
+            try:
+                urllib.request.urlopen(urllib.request.Request(
+                    f"http://127.0.0.1:{port}/{account}/bucket?restype=container", method="PUT", headers={
+                        "x-ms-date": date, "x-ms-version": version, "Content-Length": "0",
+                        "Authorization": f"SharedKey {account}:{base64.b64encode(signature).decode()}"})).close()
+                break
+            except urllib.error.HTTPError as error:
+                raise AssertionError(error.read()) from None
+            except OSError:
+                assert time.monotonic() < deadline and process.poll() is None
+                time.sleep(0.1)
+        yield {"AZURE_ENDPOINT": f"http://127.0.0.1:{port}/{account}", "AZURE_ALLOW_HTTP": "true",
+               "AZURE_STORAGE_ACCOUNT_NAME": account, "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY}
     finally:
         process.kill()
         process.wait()

@@ -21,6 +21,7 @@ TESTS: Final[dict[str, Setting]] = {
     "TAP_COMPOSE": Setting("", "set or unset", "Set: run the compose file in containers (`make compose-test`)."),
     "TAP_CHROMIUM": Setting("the first found", "file", "The browser of `make page-test`."),
     "TAP_PICTURE": Setting("", "file", "Where the test of patching draws the picture of its page anew."),
+    "TAP_AZURITE": Setting("", "file", "The program of Azure's emulator, for `make bucket-test AZURE=1`."),
     "TAP_S3_SERVER": Setting("the first found", "file", "The program of the S3 server of `make bucket-test`."),
     "TAP_S3_TEST_URL": Setting("", "`s3://BUCKET/PREFIX`", "A bucket of yours that `make bucket-test` uses too; its "
                                "objects stay."),

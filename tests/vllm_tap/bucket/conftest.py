@@ -1,4 +1,6 @@
-"""Stores to push, and places to push them to: a folder, a bucket of a real S3 server, and yours (TAP_S3_TEST_URL)."""
+"""Stores to push, and places to push them to: a folder, a bucket of a real S3 server, Azure's emulator where it is
+installed, and yours (TAP_S3_TEST_URL).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 
 from schemas.catalog.records import connect_read
 from schemas.ids import new_ulid, sample_id
-from tests.support.buckets import NO_SERVER, SERVER, FaultProxy, s3_server
+from tests.support.buckets import AZURITE, NO_SERVER, SERVER, FaultProxy, azure_server, s3_server
 from tests.support.store_helpers import Sender, WriterProcess, engine_info, until
 from tests.writer_service.tools.test_compaction import WIDTH, fill
 from tests.writer_service.upkeep.test_erasing import look_after
@@ -113,12 +115,29 @@ def s3(server: FaultProxy, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultPro
     server.fault = lambda method, path: None
 
 
-@pytest.fixture(params=[pytest.param("folder", marks=pytest.mark.soak), "s3", *(["yours"] if YOURS else [])])
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Azure's emulator; the variables that name it."""
+    with azure_server(tmp_path_factory.mktemp("azurite")) as environment:
+        yield environment
+
+
+@pytest.fixture
+def azure(azurite: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, named by the environment."""
+    for name, value in azurite.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(params=[pytest.param("folder", marks=pytest.mark.soak), "s3", *(["azure"] if AZURITE else []),
+                        *(["yours"] if YOURS else [])])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty prefix."""
     if request.param == "folder":
         return (tmp_path / "a bucket" / "prefix").as_uri()
     if request.param == "yours":
         return f"{YOURS.rstrip('/')}/{new_ulid()}"
-    request.getfixturevalue("s3")
+    request.getfixturevalue("azure" if request.param == "azure" else "s3")
+    if request.param == "azure":
+        return f"az://bucket/{new_ulid()}"
     return f"s3://bucket/{new_ulid()}"
