@@ -40,7 +40,8 @@ class Batch:
     full: bool = False  # due because of its size
     started: float = 0.0  # when its first change came, 0 while it is empty
     wrote: float = 0.0  # when the first of its frames began to be written, 0 where none was
-    urgent: bool = False
+    urgent: bool = False  # somebody may wait for a record
+    ends: bool = False  # it has the end of a capture
     covered: dict[str, tuple[int, str, int]] = field(default_factory=dict)  # stream → epoch, role, number
     log_position: tuple[int, int] = (0, 0)
 

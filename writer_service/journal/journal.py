@@ -11,6 +11,7 @@ import msgspec
 from schemas.errors import ProtocolError
 from schemas.store.paths import journal_folder
 from schemas.store.segment import FrameHeader
+from schemas.wire.messages import ClientFinish, Finish, PartFinish
 from writer_service import fs, log
 from writer_service.catalog.changes import (
     Change,
@@ -34,7 +35,8 @@ from writer_service.metrics import Counters, sync_seconds
 from writer_service.sender_state import SenderState
 
 log_bytes_max: Final = 64 * 1024 * 1024
-_TOGETHER_S: Final = 0.02  # that a record waits for frames that lanes write: the end of a capture is behind them
+_TOGETHER_S: Final = 0.02  # that the end of a capture waits for frames that lanes write: others end with them
+_ENDS: Final = (ClientFinish, Finish, PartFinish)
 
 
 class Journal:
@@ -154,7 +156,10 @@ class Journal:
         self._log.append(entry)
         self.change(entry)
         self._batch.nbytes += self._log.tail - before
-        self._batch.urgent = True
+        if isinstance(message, _ENDS):
+            self._batch.ends = True
+        else:
+            self._batch.urgent = True
 
     def try_append(self, state: SenderState, message: Message) -> bool:
         """``append_entry``; False, with the error counted, where the disk does not take it now."""
@@ -208,9 +213,9 @@ class Journal:
             return None
         if self.catalog.full:
             return 0.02
-        if batch.nbytes >= self._config.commit_bytes:
+        if batch.urgent or batch.nbytes >= self._config.commit_bytes:
             return 0.0
-        if batch.urgent:  # lanes wake the loop
+        if batch.ends:  # lanes wake the loop
             return max(0.0, batch.started + _TOGETHER_S - now) if self._appender else 0.0
         return max(0.0, batch.started + self._config.commit_delay_s - now)
 

@@ -1,4 +1,4 @@
-"""When a commit is due: with a record at once, but with the frames that came just before it."""
+"""When a commit is due: with a record at once, with the end of a capture a moment later where frames are written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from schemas import limits
 from schemas.ids import new_ulid
-from schemas.wire.messages import ClientFinish
+from schemas.wire.messages import ClientFinish, Own
 from tests.support.store_helpers import WriterProcess
 from writer_service.config import Config
 from writer_service.journal.group_commit import Waker
@@ -16,16 +16,15 @@ from writer_service.journal.journal import Journal
 from writer_service.sender_state import SenderState
 
 
-def test_a_record_is_committed_with_the_frames_that_lanes_write(tmp_path: Path) -> None:
-    """The end of a capture stands in the line behind its last frames: a commit, and the catalog's work, for both."""
+def test_the_end_of_a_capture_is_committed_with_the_frames_that_lanes_write(tmp_path: Path) -> None:
+    """One commit, and the catalog's work once, for captures that end together. A record that somebody waits for does
+    not wait: the API forwards no request before its captures are announced.
+    """
     store = tmp_path / "store"
     with WriterProcess(store) as writer:
         writer.stop()
     journal = Journal(Config(store, "ipc:///tmp/w"), bytes(16), 90, 90, Waker())
     try:
-        journal.start_commit()  # of the log that was begun
-        while journal.end_commit() is None:
-            time.sleep(0.001)
         assert journal.wait_s(time.monotonic()) is None
         written: Future[None] = Future()
         journal._appender._given.append((None, written))  # type: ignore[arg-type]
@@ -36,5 +35,10 @@ def test_a_record_is_committed_with_the_frames_that_lanes_write(tmp_path: Path) 
         assert journal.wait_s(now + wait + 0.001) == 0, "a disk that takes long keeps no record waiting"
         journal._appender._given.clear()
         assert journal.wait_s(now) == 0
+        journal._appender._given.append((None, written))  # type: ignore[arg-type]
+        assert journal.wait_s(now) != 0
+        journal.append_entry(SenderState("s", 1, "api"), Own(2, new_ulid(), 1, "", [], {}, 1))
+        assert journal.wait_s(now) == 0
+        journal._appender._given.clear()
     finally:
         journal.close()
