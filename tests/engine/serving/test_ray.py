@@ -106,7 +106,7 @@ def test_a_processor_of_ray_data_llm(cluster: Any, tmp_path: Path, monkeypatch: 
                 tags = sorted(int(row.tags["number"]) for row in store.captures("complete"))
             assert tags == sorted([*range(16)] * time)
         with open_store(tmp_path / "captures") as store:
-            chosen = store[space["first"]["5"]].manifest()
+            chosen = store[space["chosen"]["5"]].manifest()
         table = space["data"].to_pandas()
         assert not table.duplicated(["capture", "position"]).any() and table["capture"].nunique() == 16
         sequence = chosen.prompt_token_ids + chosen.output_token_ids
