@@ -37,6 +37,7 @@ from schemas.read.row_reader import RowReader
 __all__ = ["AnyReader", "BucketReader", "Cataloged", "OneReader", "Source", "open_reader", "several_reader",
            "share_of", "shown", "stores_of"]
 
+_MOMENTS: Final = 5  # in which a head is read, and then its snapshot
 _CUT_S: Final = 86_400  # a fetch that wrote nothing for so long was killed
 _WAITS_S: Final = (0, 0.1, 0.4, 1.5, 0)  # for a catalog in Postgres, which a push brings a moment after the head
 _SNAPSHOTS_KEPT: Final = 2  # of a store, in its cache: this reader's, and one that another may read
@@ -75,8 +76,11 @@ class BucketReader(Unfollowed, RowReader):
             self._place = cache / self.head.store
             make_private(self._place)  # what is stored is what users said
             self._chunks = ChunkCache(self._place / "chunks", cache_bytes)
-            view = (CatalogView(_snapshot(self._objects, self.head, self._place)) if place is None else
-                    PostgresView(place, self.head.store, self._move))
+            if place is None:
+                self.head, snapshot = self._current(self.head)
+                view: CatalogView | PostgresView = CatalogView(snapshot)
+            else:
+                view = PostgresView(place, self.head.store, self._move)
             self._sparing = Sparing(self._chunks.room // sweepers) if sweepers else None
             uuid = bytes.fromhex(self.head.store)
             super().__init__(self._place, uuid=uuid, catalog=view,
@@ -116,7 +120,7 @@ class BucketReader(Unfollowed, RowReader):
             return False
         if head.store != self.head.store:
             raise BucketError("refresh", self.url, f"holds another store now, {head.store}", "open it anew")
-        catalog = _snapshot(self._objects, head, self._place)
+        head, catalog = self._current(head)
         with self._catalog.lock:
             self.head = head
             for view in (self._catalog, self._scanning):
@@ -125,6 +129,18 @@ class BucketReader(Unfollowed, RowReader):
             self._maps.close()  # a block of the same number may lie elsewhere
         _drop_deleted(catalog, self._chunks)
         return True
+
+    def _current(self, head: Head) -> tuple[Head, Path]:
+        """The catalog of a head, or of the one that has taken its place: a deletion takes away what told of it."""
+        for again in range(_MOMENTS):
+            try:
+                return head, _snapshot(self._objects, head, self._place)
+            except BucketError:
+                now = _head(self._objects, self._head_key)
+                if now.push == head.push or now.store != head.store or again == _MOMENTS - 1:
+                    raise
+                head = now
+        raise AssertionError
 
     def _move(self, head: Head) -> None:
         """The catalog in Postgres is of another push: called inside the moment that sees it first."""

@@ -16,13 +16,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from schemas.bucket.snapshots import fetch_snapshot, hash_file, pieces
 from schemas.catalog.aliases import of_one_owner, samples
 from schemas.catalog.records import find_capture
-from schemas.errors import ArgumentError, ConflictError
+from schemas.errors import ArgumentError, BucketError, ConflictError, OutrunError
 from schemas.objects.layout import VERSION_ORIGIN, Head
 from schemas.objects.objects import Objects, keeps_versions
 from vllm_tap.bucket.check import current_head
@@ -33,6 +34,9 @@ from vllm_tap.bucket.snapshot import pack_file
 from writer_service.catalog.entries import forget
 
 __all__ = ["Hidden", "hide"]
+
+_OP: Final = "delete in"
+_OTHERS: Final = "a push or another deletion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +68,28 @@ def hide(url: str, refs: Sequence[str], catalog: str | None = None) -> Hidden:
             postgres.check()
         with tempfile.TemporaryDirectory(prefix="vllm-tap-rm-") as work:
             earlier, snapshot = Path(work) / "before.sqlite", Path(work) / "catalog.sqlite"
-            fetch_snapshot(objects, before, earlier)
+            _fetch(objects, before, before, earlier)
             shutil.copyfile(earlier, snapshot)
             captures = _forget(snapshot, refs)
             head = _send(objects, before, snapshot)
-            replace_head("delete in", objects, before, head, seen, "a push or another deletion")
+            replace_head(_OP, objects, before, head, seen, _OTHERS)
             brought = None if postgres is None else postgres.bring(head, snapshot, earlier, before.push)
             erased = erase(objects, head, snapshot, objects.sizes(), None)
     finally:
         objects.close()
     return Hidden(objects.url, captures, erased, keeps_versions(seen), brought)
+
+
+def _fetch(objects: Objects, head: Head, before: Head, out: Path) -> None:
+    """The snapshot of a head. OutrunError where it cannot be read and the bucket's head is not the one ``before`` any
+    more: the deletion that was first has taken it away.
+    """
+    try:
+        fetch_snapshot(objects, head, out)
+    except BucketError as error:
+        if current_head(objects)[0] == before:
+            raise
+        raise OutrunError(_OP, objects.url, f"{_OTHERS} was first", "try again") from error
 
 
 def _forget(snapshot: Path, refs: Iterable[str]) -> list[str]:
@@ -108,5 +124,5 @@ def _send(objects: Objects, before: Head, snapshot: Path) -> Head:
         packed_bytes=packed.stat().st_size, epoch=epoch, catalog_epoch=epoch, erased_epoch=epoch,
         origin=before.origin or before.push)
     objects.put(head.catalog_key, lambda: pieces(packed))
-    fetch_snapshot(objects, head, snapshot.with_suffix(".read-back"))
+    _fetch(objects, head, before, snapshot.with_suffix(".read-back"))
     return head

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from api.bucket.deletes import Deletes
+from schemas.bucket import reader as bucket_reader
+from schemas.bucket.snapshots import fetch_snapshot
 from schemas.errors import ArgumentError, BucketError, FencedError, NotFoundError, OutrunError, TapError
 from schemas.ids import new_ulid
 from schemas.objects.objects import Objects
@@ -17,6 +21,7 @@ from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_fencing import assert_equal, copy, head_of
 from tests.vllm_tap.bucket.test_push import keys
 from vllm_tap import open_store
+from vllm_tap.bucket import deletion
 from vllm_tap.bucket.check import check
 from vllm_tap.bucket.deletion import hide
 from vllm_tap.bucket.push import push
@@ -167,6 +172,60 @@ def test_a_deletion_that_a_push_outran(sample: Sample, store: Path, tmp_path: Pa
     with pytest.raises(OutrunError, match="another deletion was first"):
         hide(url, [few])
     assert hide(url, [few]).captures == [few]
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_deletion_that_another_outran_says_so(sample: Sample, store: Path, tmp_path: Path, call: int,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other takes away the snapshot that this one is about to read: first the head's, then its own again."""
+    url, few, plain = (tmp_path / "bucket").as_uri(), sample.captures["few"], sample.captures["plain"]
+    push(store, url)
+    others, calls = [sample.captures[name] for name in ("again", "other")], []
+
+    def after_others(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == call:
+            monkeypatch.undo()
+            for other in others:  # two, so that what this one wrote is of an epoch that is over
+                hide(url, [other])
+        fetch_snapshot(*args)
+
+    monkeypatch.setattr(deletion, "fetch_snapshot", after_others)
+    with pytest.raises(OutrunError, match="another deletion was first"):
+        hide(url, [few])
+    assert len(calls) == call
+    calls.clear()
+    others = [plain]
+    monkeypatch.setattr(deletion, "fetch_snapshot", after_others)
+    Deletes("").delete(url, [few])  # the service tries again
+    assert len(calls) == call
+    with open_store(url, tmp_path / "fresh") as left:
+        assert not {row.id for row in left.captures()} & {few, plain, sample.captures["again"]}
+
+
+def test_a_reader_that_opens_or_looks_while_a_deletion_is_first(sample: Sample, store: Path, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the head, the deletion takes away that head's snapshot: the reader sees the next one."""
+    url = (tmp_path / "bucket").as_uri()
+    push(store, url)
+    due = [sample.captures[name] for name in ("few", "plain", "again")]
+
+    def after_another(*args: Any) -> None:
+        if due and len(due) != 2:
+            hide(url, [due.pop(0)])
+        fetch_snapshot(*args)
+
+    monkeypatch.setattr(bucket_reader, "fetch_snapshot", after_another)
+    with open_store(url, tmp_path / "cache") as left:
+        assert sample.captures["few"] not in {row.id for row in left.captures()}
+        hide(url, [due.pop(0)])  # "plain"; "again" goes when the reader looks for it
+        assert left.refresh()
+        assert not due and not {row.id for row in left.captures()} & {sample.captures[name] for name in (
+            "few", "plain", "again")}
+    monkeypatch.setattr(bucket_reader, "fetch_snapshot", fetch_snapshot)
+    Objects(url).delete([head_of(url).catalog_key])
+    with pytest.raises(BucketError, match="the head names it: was it removed"):
+        open_store(url, tmp_path / "other cache")
 
 
 def test_an_answer_that_is_lost(sample: Sample, store: Path, s3: FaultProxy) -> None:
