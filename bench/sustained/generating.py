@@ -42,7 +42,6 @@ class GeneratingEngine:
                     "VLLM_TAP_STAGING_BYTES_MAX": str(64 << 30), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         if ring:
             settings["VLLM_TAP_RING_BYTES"] = str(ring)
-
         self.load, self._name, self._codec, self._store = LOADS[load], load, codec, store
         self.layers = SHAPES[shape].layers
         self.row_bytes = self.layers * sum(
