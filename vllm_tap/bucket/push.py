@@ -232,10 +232,12 @@ def _look(objects: Objects, uuid: bytes) -> _Seen:
         head, version = _read_head(objects, uuid)
     except FileNotFoundError:
         there = objects.sizes()
-        if others := [key for key in there if not key.startswith(_OURS)]:
-            raise TapError(f"{objects.url}: has objects of something else, {others[0]!r} first; name another prefix"
-                           ) from None
-        return _Seen(None, None, there, bool(there))
+        if HEAD not in there:
+            if others := [key for key in there if not key.startswith(_OURS)]:
+                raise TapError(f"{objects.url}: has objects of something else, {others[0]!r} first; name another prefix"
+                               ) from None
+            return _Seen(None, None, there, bool(there))
+        head, version = _read_head(objects, uuid)  # another push was first, a moment ago
     return _Seen(head, version, objects.sizes(), True)
 
 

@@ -323,3 +323,19 @@ def test_a_server_that_is_away_and_credentials_that_are_wrong(store: Path, s3: F
     s3.fault = lambda method, path: None
     with pytest.raises(BucketError, match="nosuchbucket"):
         push(store, "s3://nosuchbucket/x")
+
+
+def test_a_first_push_that_another_outran_by_a_moment(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                      ) -> None:
+    """It finds no head, and then one among the objects: that is no stranger's."""
+    url, fetch_head = (tmp_path / "bucket").as_uri(), push_module.fetch_head
+
+    def a_moment_before(objects: Objects) -> Any:
+        monkeypatch.setattr(push_module, "fetch_head", fetch_head)
+        try:
+            return fetch_head(objects)
+        finally:
+            push(store, url)
+
+    monkeypatch.setattr(push_module, "fetch_head", a_moment_before)
+    assert push(store, url).generation == 1
