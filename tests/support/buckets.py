@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -134,6 +133,18 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
         thread.join()
 
 
+def _ask_until_it_answers(process: subprocess.Popen[bytes], request: Callable[[], urllib.request.Request]) -> None:
+    """Ask a server that is starting until it does what is asked."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            urllib.request.urlopen(request(), timeout=60).close()
+            return
+        except OSError as error:
+            assert time.monotonic() < deadline and process.poll() is None, error
+            time.sleep(0.1)
+
+
 @contextmanager
 def s3_server() -> Iterator[FaultProxy]:
     """A server with an empty bucket named ``bucket``, by way of a proxy."""
@@ -143,15 +154,7 @@ def s3_server() -> Iterator[FaultProxy]:
     process = subprocess.Popen([SERVER, *flags], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                env={**os.environ, "GATEWAY_PORT": str(port)})
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            try:
-                request = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
-                urllib.request.urlopen(request, timeout=60).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.1)
+        _ask_until_it_answers(process, lambda: urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT"))
         with proxy(port) as between:
             yield between
     finally:
@@ -166,24 +169,19 @@ def azure_server(folder: Path) -> Iterator[dict[str, str]]:
     process = subprocess.Popen([AZURITE, "--blobPort", str(port), "--location", str(folder), "--silent",
                                 "--skipApiVersionCheck"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     account, version = "devstoreaccount1", "2021-08-06"
+
+    def container() -> urllib.request.Request:
+        date = formatdate(usegmt=True)
+        signed = ("PUT" + 12 * "\n" + f"x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/bucket\n"
+                  "restype:container")
+        signature = base64.b64encode(hmac.digest(base64.b64decode(_AZURE_KEY), signed.encode(), "sha256")).decode()
+        return urllib.request.Request(
+            f"http://127.0.0.1:{port}/{account}/bucket?restype=container", method="PUT", headers={
+                "x-ms-date": date, "x-ms-version": version, "Content-Length": "0",
+                "Authorization": f"SharedKey {account}:{signature}"})
+
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            date = formatdate(usegmt=True)
-            signed = ("PUT" + 12 * "\n" + f"x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/bucket\n"
-                      "restype:container")
-            signature = hmac.digest(base64.b64decode(_AZURE_KEY), signed.encode(), "sha256")
-            try:
-                urllib.request.urlopen(urllib.request.Request(
-                    f"http://127.0.0.1:{port}/{account}/bucket?restype=container", method="PUT", headers={
-                        "x-ms-date": date, "x-ms-version": version, "Content-Length": "0",
-                        "Authorization": f"SharedKey {account}:{base64.b64encode(signature).decode()}"})).close()
-                break
-            except urllib.error.HTTPError as error:
-                raise AssertionError(error.read()) from None
-            except OSError:
-                assert time.monotonic() < deadline and process.poll() is None
-                time.sleep(0.1)
+        _ask_until_it_answers(process, container)
         yield {"AZURE_ENDPOINT": f"http://127.0.0.1:{port}/{account}", "AZURE_ALLOW_HTTP": "true",
                "AZURE_STORAGE_ACCOUNT_NAME": account, "AZURE_STORAGE_ACCOUNT_KEY": _AZURE_KEY}
     finally:

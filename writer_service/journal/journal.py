@@ -215,9 +215,10 @@ class Journal:
             return 0.02
         if batch.urgent or batch.nbytes >= self._config.commit_bytes:
             return 0.0
+        delay_s = self._config.commit_delay_s
         if batch.ends:  # lanes wake the loop
-            return max(0.0, batch.started + _TOGETHER_S - now) if self._appender else 0.0
-        return max(0.0, batch.started + self._config.commit_delay_s - now)
+            delay_s = min(delay_s, _TOGETHER_S) if self._appender else 0.0
+        return max(0.0, batch.started + delay_s - now)
 
     def commit_if_due(self, now: float) -> None:
         """Start a commit where one is due."""

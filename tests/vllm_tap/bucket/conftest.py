@@ -137,7 +137,5 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return (tmp_path / "a bucket" / "prefix").as_uri()
     if request.param == "yours":
         return f"{YOURS.rstrip('/')}/{new_ulid()}"
-    request.getfixturevalue("azure" if request.param == "azure" else "s3")
-    if request.param == "azure":
-        return f"az://bucket/{new_ulid()}"
-    return f"s3://bucket/{new_ulid()}"
+    request.getfixturevalue(request.param)
+    return f"{'az' if request.param == 'azure' else 's3'}://bucket/{new_ulid()}"
