@@ -21,7 +21,7 @@ from schemas.probes import Registered, parse_probes, place_of
 from schemas.sites import layers_by_site
 from schemas.wire.curve import check_sender
 
-TAP_VERSION: Final = "7"  # part of the compile-cache salt: change it when traced code changes
+TAP_VERSION: Final = "8"  # part of the compile-cache salt: change it when traced code changes
 
 DRAWN: Final = "."  # begins a group that nobody named: engines that one process starts one after the other share it
 GROUP: Final = "VLLM_TAP_GROUP"  # the same in all processes of an engine; drawn by the process that starts it

@@ -37,6 +37,7 @@ from engine_side.tap.architectures import (
     Family,
     TapPoint,
     family_of,
+    find_adding,
     find_carried,
     find_embedding,
     find_points,
@@ -156,6 +157,7 @@ def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, s
     _make_scorers({probe: loaded for probe, loaded in plan.probes.items()
                    if loaded.about.layer in layers[loaded.about.site]}, staging, model, device)
     places, editor = _arm_edits(vllm_config, config, survey, device)
+    points = residuals.at_norms(points, find_adding(model, family))
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     reduced = fusions.reduced(model, {*family.block, *family.found}, vllm_config.parallel_config.tensor_parallel_size)

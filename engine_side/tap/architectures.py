@@ -246,6 +246,18 @@ def has_blocks(model: nn.Module, family: Family) -> bool:
     return _part(model, family.layers) is not None
 
 
+def find_adding(model: nn.Module, family: Family) -> dict[int, nn.Module]:
+    """The norms that add what a block returns, hidden to the residual, by the layer of the block that is given the sum;
+    behind the last block it is the final norm. Not of the first block, which gets no residual.
+    """
+    after = family.block.get("resid_mid")
+    if after is None or after.rule != "second":
+        return {}
+    norms = [getattr(block, "input_layernorm", None) for block in _part(model, family.layers)]
+    return {layer: norm for layer, norm in enumerate([*norms, _part(model, family.model["final_norm"].path)])
+            if layer > 0 and norm is not None}
+
+
 def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
                  ) -> Iterator[tuple[tuple[nn.Module, nn.Module], TapPoint]]:
     """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.
@@ -253,15 +265,12 @@ def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
     The first of the two adds hidden to the residual, which makes the stream; the second is handed the stream. Not of
     the first block, which gets no residual.
     """
-    after = family.block.get("resid_mid")
-    if after is None or after.rule != "second":
-        return
+    after, adding = family.block.get("resid_mid"), find_adding(model, family)
     streams = {point.layer + 1: point for point in points if point.site == "resid_post"} | {
         point.layer: point for point in points if point.site == "resid_pre"}
     for layer, block in enumerate(_part(model, family.layers)):
-        norms = getattr(block, "input_layernorm", None), _part(block, after.path)
-        if layer in streams and layer > 0 and norms[0] is not None and norms[1] is not None:
-            yield (norms[0], norms[1]), streams[layer]
+        if layer in streams and layer in adding and after and (norm := _part(block, after.path)) is not None:
+            yield (adding[layer], norm), streams[layer]
 
 
 def find_sums(family: Family, layers: Mapping[str, Sequence[int]]) -> list[Sum]:

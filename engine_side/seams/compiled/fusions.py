@@ -51,8 +51,7 @@ class Reduced:
             return edited and bool(self.changed)
         if edited:
             return point.site in self.changed
-        summed = point.rule in ("stream_in", "stream_out") or " + " in point.rule
-        return point.site in self.read and (summed or not point.site.startswith("resid_"))
+        return point.site in self.read and (" + " in point.rule or not point.site.startswith("resid_"))
 
 
 def reduced(model: nn.Module, sites: Collection[str], ranks: int) -> Reduced:

@@ -12,7 +12,8 @@ dtype. In one whole graph the compiler may go on with more bits than a row has.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,23 @@ from engine_side.seams.compiled.fusions import fuses
 from engine_side.tap import taps
 from engine_side.tap.architectures import TapPoint
 from engine_side.tap.staging import Staging
+
+
+def at_norms(points: Iterable[TapPoint], adding: Mapping[int, nn.Module]) -> list[TapPoint]:
+    """The points, with those of the stream between two blocks moved to the norm that makes the same sum.
+
+    A kernel that fuses this norm with the all-reduce before it makes no other: to add the two once more would end the
+    fusion. A point stays at its block if the stream goes on to another stage of a pipeline. An edit between two blocks
+    is one of what the first returns, so the norm has it too. ``adding``: as of ``find_adding``.
+    """
+    ahead = {"stream_in": 0, "stream_out": 1}
+    norms = {layer: norm for layer, norm in adding.items() if _adds(norm)}
+
+    def moved(point: TapPoint) -> TapPoint:
+        norm = norms.get(point.layer + ahead[point.rule]) if point.rule in ahead else None
+        return point if norm is None else replace(point, module=norm, rule="second")
+
+    return [moved(point) for point in points]
 
 
 def read_back(carried: Iterable[tuple[tuple[nn.Module, nn.Module], TapPoint]], staging: Staging, vllm_config: Any

@@ -44,9 +44,9 @@ def seen(worker: Any) -> dict[str, int]:
 
 @pytest.mark.parametrize(("arm", "edit", "ended"), [
     pytest.param("", "", set(), id="no taps"),
-    pytest.param("embed,resid_pre.0,resid_mid", "", set(), id="sums of norms"),
-    pytest.param("resid_post.1,attn_out.3,mlp_out.5", "resid_mid.7",
-                 {"resid_post", "attn_out", "mlp_out", "resid_mid"}, id="four that end one each")])
+    pytest.param("embed,resid_pre,resid_mid,resid_post", "", set(), id="sums of norms"),
+    pytest.param("attn_out.3,mlp_out.5", "resid_mid.7,resid_post.1",
+                 {"attn_out", "mlp_out", "resid_mid", "resid_post"}, id="four that end one each")])
 def test_fused_kernels(arm: str, edit: str, ended: set[str], tmp_path: Path, reader: StoreReader,
                        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     from vllm import LLM, SamplingParams

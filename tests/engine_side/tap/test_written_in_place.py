@@ -420,7 +420,7 @@ def test_the_start_names_a_site_that_is_computed_apart(passes: dict[str, bool], 
 
 
 TWO_NORMS, FOUR_NORMS = ARCHITECTURES["LlamaForCausalLM"], ARCHITECTURES["Gemma2ForCausalLM"]
-RULES = {"resid_pre": "stream_in", "resid_mid": "second", "resid_post": "stream_out", "attn_out": "result"}
+RULES = {"resid_pre": "arguments a + b", "resid_mid": "second", "resid_post": "results 0 + 1", "attn_out": "result"}
 
 
 @pytest.mark.parametrize(("sites", "read", "edited"), [
@@ -450,11 +450,12 @@ def test_the_stream_that_a_block_is_given_is_named_where_another_block_made_it()
     """What the first is given is the embedding's, which comes out of its fusion."""
     places = fusions.reduced(nn.ModuleList([RMSNorm.__new__(RMSNorm)]), TWO_NORMS.block, 2)
     compilation = SimpleNamespace(mode=3, pass_config=SimpleNamespace(fuse_allreduce_rms=True))
-    first, second = (TapPoint("resid_pre", layer, nn.Module(), "stream_in", HIDDEN, "") for layer in (0, 1))
+    first, second = (TapPoint("resid_pre", layer, nn.Module(), "arguments a + b", HIDDEN, "") for layer in (0, 1))
     assert fusions.computed_apart([first], compilation, places) == []
     assert fusions.computed_apart([second], compilation, places) == ["resid_pre"]
     assert fusions.computed_apart([], compilation, places, [first]) == ["resid_pre"]
-    for rule, named in (("results 0 + 1", ["resid_post"]), ("result", [])):  # the block's own sum, or what makes it
+    for rule, named in (("results 0 + 1", ["resid_post"]),  # what reads the sum again
+                        ("result", []), ("second", []), ("stream_out", [])):  # the sum itself, or no norm behind it
         point = TapPoint("resid_post", 1, nn.Module(), rule, HIDDEN, "")
         assert fusions.computed_apart([point], compilation, places) == named
 

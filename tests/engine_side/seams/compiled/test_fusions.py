@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -18,7 +19,8 @@ from tests.support.pages.readme import ROOT
 
 PROGRAM = ROOT / "tests" / "programs" / "all_reduce_fusions.py"
 LLAMA, GEMMA = "LlamaForCausalLM", "Gemma2ForCausalLM"
-RULES = {"resid_pre": "stream_in", "resid_mid": "second", "resid_post": "stream_out"}
+# A table's blocks have the norm's sum read (``residuals.at_norms``); others are read by the sum that they carry.
+RULES = {"resid_pre": "arguments hidden_states + residual", "resid_mid": "second", "resid_post": "results 0 + 1"}
 CASES = {  # of the program: the architecture, whether it is edited, and the sites (and layers) that are such a reader
     "what was made, read": (LLAMA, False, (("attn_out", 1), ("mlp_out", 1))),
     "its sum with the stream, read": (LLAMA, False, (("resid_pre", 1), ("resid_post", 0))),
@@ -48,6 +50,9 @@ def test_what_is_named_is_what_vllms_patterns_do_not_match_any_more() -> None:
             point = TapPoint(site, layer, nn.Module(), RULES.get(site, "result"), 8, "")
             named = fusions.computed_apart([] if edited else [point], compilation, reduced, [point] if edited else [])
             assert named == ([] if fused[case] else [site]), (case, site, layer)
+            at_norm = replace(point, rule="second")
+            if case == "its sum with the stream, read":
+                assert fusions.computed_apart([at_norm], compilation, reduced) == []
 
 
 def test_compressed_queries_end_the_fusion_of_their_norm_with_what_quantizes_them() -> None:
