@@ -1,4 +1,6 @@
-"""vLLM's fused kernels of an all-reduce and a norm on two GPUs, counted with and without taps. Needs FlashInfer."""
+"""vLLM's fused kernels of an all-reduce and a norm on two GPUs: how many run with and without taps, and whether rows
+beside them are Hugging Face's. Needs FlashInfer.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from bench.shapes import SHAPES, make_model
 from schemas.read.reader import StoreReader
-from tests.support.engines.engines import ON_GPU, in_this_process, shut_down
+from tests.engine.discovery.test_wide import LAYERS, wide_model
+from tests.support.engines.engines import ON_GPU, SHARED, Engine, in_this_process
+from tests.support.models.features import tokens
+from tests.support.models.reference import Reference
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.skipif(
     not ON_GPU or torch.cuda.device_count() < 2 or find_spec("flashinfer") is None,
     reason="NOT RUN: needs two GPUs and FlashInfer")]
-PLACES = 2 * SHAPES["small"].layers + 1  # behind the embedding, each attention and each MLP
+PLACES = 2 * LAYERS + 1  # behind the embedding, each attention and each MLP
 _running: list[Any] = []
 
 
@@ -42,14 +46,20 @@ def seen(worker: Any) -> dict[str, int]:
     return dict(names)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is wide enough for the kernels."""
+    return wide_model("qwen3", tmp_path_factory.mktemp("wide"))
+
+
 @pytest.mark.parametrize(("arm", "edit", "ended"), [
     pytest.param("", "", set(), id="no taps"),
     pytest.param("embed,resid_pre,resid_mid,resid_post", "", set(), id="sums of norms"),
-    pytest.param("attn_out.3,mlp_out.5", "resid_mid.7,resid_post.1",
+    pytest.param("attn_out.3,mlp_out.5,resid_post", "resid_mid.7,resid_post.1",
                  {"attn_out", "mlp_out", "resid_mid", "resid_post"}, id="four that end one each")])
-def test_fused_kernels(arm: str, edit: str, ended: set[str], tmp_path: Path, reader: StoreReader,
+def test_fused_kernels(arm: str, edit: str, ended: set[str], folder: Path, reader: StoreReader,
                        monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
 
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     if arm:
@@ -58,18 +68,21 @@ def test_fused_kernels(arm: str, edit: str, ended: set[str], tmp_path: Path, rea
     else:
         monkeypatch.delenv("VLLM_TAP_ENDPOINT")
     with in_this_process(False):
-        llm = LLM(str(make_model("small", tmp_path)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
-                  max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, seed=0, gpu_memory_utilization=0.3,
-                  tensor_parallel_size=2, compilation_config={"cudagraph_mode": "NONE",
-                                                              "pass_config": {"fuse_allreduce_rms": True}})
+        llm: Any = LLM(str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=256, max_num_seqs=8,
+                       max_num_batched_tokens=64, seed=0, tensor_parallel_size=2, **SHARED,
+                       compilation_config={"cudagraph_mode": "NONE", "pass_config": {"fuse_allreduce_rms": True}})
+    engine = Engine(llm, reader, Reference(folder))
     try:
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
-        llm.generate([{"prompt_token_ids": list(range(10, 30))}], params, use_tqdm=False)
+        params = [{"temperature": 0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}] * 3
+        specs = [{"codec": "raw"} if arm else None] * 3
+        engine.run([tokens(20, seed=seed) for seed in range(3)], params, specs)
         llm.collective_rpc(watch)
-        llm.generate([{"prompt_token_ids": list(range(30, 50))}], params, use_tqdm=False)
+        captured = engine.run([tokens(length, seed=length) for length in (5, 90, 31)], params, specs)
         ranks = llm.collective_rpc(seen)
+        for one in captured if arm else ():
+            assert one.manifest.status == "complete" and engine.check(one) > 0
     finally:
-        shut_down(llm)
+        engine.close()
     log = "".join(capfd.readouterr())
     for rank in ranks:
         steps, rest = divmod(sum(rank.values()), PLACES)
