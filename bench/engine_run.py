@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,7 @@ class Run:
             self.llm.apply_model(add_hooks)
         self.store = Path(os.environ["BENCH_STORE"]) if self.engine.arm or self.engine.builtin else None
         self.bad: list[str] = []
-        self.dropped = 0
+        self.dropped: Counter[str] = Counter()  # rows that are missing, by scenario and reason
 
     def generate(self, scenario: str, load_name: str, logprobs: bool = False) -> dict[str, Any]:
         """One iteration: its seconds, the seconds until the last row was durable, a digest of its tokens."""
@@ -171,10 +172,12 @@ class Run:
         with self._reader() as reader:
             for capture, output in zip(ids, outputs, strict=True):
                 manifest = reader.manifest(capture)
-                missing = sum(part.rows for entry in manifest.rows for part in entry.missing)
+                lost = [part for entry in manifest.rows for part in entry.missing]
+                missing = sum(part.rows for part in lost)
                 captured = sum(entry.captured for entry in manifest.rows)
                 expected = sum(entry.expected for entry in manifest.rows)
-                self.dropped += missing
+                for part in lost:
+                    self.dropped[f"{scenario}, {part.reason}"] += part.rows
                 if captured + missing != expected or not expected:
                     self.bad.append(f"{scenario}: {capture}: {captured} + {missing} of {expected}")
                 entry = manifest.rows[-1]
@@ -225,7 +228,7 @@ def main(name: str, shape: str, loads: list[str], folder: Path) -> None:
             say({})
         else:
             say(run.generate(command["scenario"], command["load"], command.get("logprobs", False)))
-    say({"dropped": run.dropped, "bad": run.bad[:20]})
+    say({"dropped": dict(run.dropped), "bad": run.bad[:20]})
 
 
 if __name__ == "__main__":
