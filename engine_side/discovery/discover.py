@@ -22,6 +22,7 @@ from engine_side.discovery.identities import (
     Stream,
     Term,
     Ways,
+    adding,
     apart,
     close,
     explain,
@@ -227,6 +228,7 @@ class Discovery:
         for stream in self.streams:
             post = made.get(stream.out)
             pre = given.get(stream.into) if stream.explained else _entered(given, stream)
+            stream.adding.append("" if pre is None else adding(self._inside, pre, self.tolerance))
             stream.explained.append(
                 "it does not receive the stream as other blocks do" if pre is None or post is None
                 else explain(pre, post, self._inside, last.path, self.tolerance, Ways(
@@ -406,7 +408,14 @@ class Discovery:
         proofs = of_stream(stream, explained, found, self.stage, Begun(bare, ends.came, ends.came_off), ends.norm_off)
         return Part(self.layers, found, (stream.into, stream.out), ends.came, ends.left, absent, lacks,
                     all(len(block.terms) <= 2 for block in explained), modules, proofs,
-                    "" if begins is None else begins[0], bare, embeds)
+                    "" if begins is None else begins[0], bare, embeds, self._adding(stream, ends))
+
+    def _adding(self, stream: Stream, ends: Ends) -> dict[int, str]:
+        """Paths of the norms that make the sum of what a block hands on, by the layer of the next."""
+        assert self._last is not None
+        handed = forms(self._last.made, "result", self.width)[stream.out]
+        last = "" if ends.norm is None else adding([ends.norm], handed, self.tolerance)
+        return {layer: path for layer, path in enumerate([*stream.adding, last], self.stage.start) if path}
 
     def _inner(self, block: Explained, absent: dict[str, str]) -> dict[str, Place]:
         """Places of the sites inside a block; why there is none is put into ``absent``."""

@@ -73,12 +73,14 @@ class Stream:
     """One way in which a block may carry the stream: the rules of what it gets and of what it returns.
 
     ``handed``: by layer but the first, the distance between what the block is given and what the block before returned.
+    ``adding``: by layer, the path of the module that makes the sum of two that the block is given; "" if none does.
     """
 
     into: str
     out: str
     explained: list[Explained | str] = field(default_factory=list)  # by layer; a text says why not
     handed: list[float] = field(default_factory=list)
+    adding: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,15 @@ def forms(values: Sequence[Value], sign: str, width: int) -> dict[str, torch.Ten
     pairs = {f"{sign}s {a.removeprefix(sign + ' ')} + {b.removeprefix(sign + ' ')}": single[a] + single[b]
              for a, b in itertools.combinations(single, 2)}
     return single | pairs
+
+
+def adding(calls: Sequence[Call], total: torch.Tensor, tolerance: float) -> str:
+    """Path of the first call that is given two tensors of this very ``total`` and returns it second; "" if none is."""
+    width = total.shape[1]
+    return next((call.path for call in sorted(calls, key=lambda call: call.began)
+                 if any(" + " in rule and torch.equal(rows, total)
+                        for rule, rows in forms(call.given, "argument", width).items())
+                 and any(value.rule == "result 1" and close(value.rows, total, tolerance) for value in call.made)), "")
 
 
 def explain(pre: torch.Tensor, post: torch.Tensor, inside: Sequence[Call], block: str, tolerance: float,

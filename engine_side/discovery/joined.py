@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -25,7 +25,7 @@ class Part:
     and ``left``: names of the tensors whose sum it is between this stage and the one before and after; "" at the
     model's ends. ``absent`` says why the model has no such site, ``lacks`` why these blocks have none. ``sums``: a
     block adds attention and MLP alone. ``embedding`` is the path of the table, ``bare`` whether the first block gets
-    its rows as they are, ``embeds`` whether its rows are what a stream begins with.
+    its rows as they are, ``embeds`` whether its rows are what a stream begins with. ``adding`` as in Family.
     """
 
     layers: str
@@ -41,6 +41,7 @@ class Part:
     embedding: str = ""
     bare: bool = False
     embeds: bool = False
+    adding: Mapping[int, str] = field(default_factory=dict)
 
 
 def joined(parts: Sequence[Part]) -> Family:
@@ -62,7 +63,8 @@ def joined(parts: Sequence[Part]) -> Family:
     found = {site: places for site, places in found.items() if places and site not in absent}
     proofs = tuple(proof for part in parts for proof in part.proofs if proof.layer in found.get(proof.site, {}))
     return Family(first.layers, {}, {}, first.embedding, ("embed", "resid_pre") if first.bare else ("embed",),
-                  _names(found, first.embeds), absent, sums, found, proofs)
+                  _names(found, first.embeds), absent, sums, found, proofs,
+                  adding={layer: path for part in parts for layer, path in part.adding.items()})
 
 
 def _check_handed_on(parts: Sequence[Part]) -> None:

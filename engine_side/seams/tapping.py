@@ -24,7 +24,7 @@ from engine_side.seams.compiled import fusions, residuals
 from engine_side.seams.front_end import widths_of
 from engine_side.seams.kept import finite
 from engine_side.seams.kept.attends import attends_of, joined, one_window
-from engine_side.seams.media.models import check_media
+from engine_side.seams.media.models import check_media, takes_media
 from engine_side.seams.ranks import tensor
 from engine_side.seams.ranks.agreement import all_here, all_together, of_stages
 from engine_side.seams.ranks.data import check_exchange
@@ -157,7 +157,7 @@ def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, s
     _make_scorers({probe: loaded for probe, loaded in plan.probes.items()
                    if loaded.about.layer in layers[loaded.about.site]}, staging, model, device)
     places, editor = _arm_edits(vllm_config, config, survey, device)
-    points = residuals.at_norms(points, find_adding(model, family))
+    points = residuals.at_norms(points, {} if takes_media(model_config) else find_adding(model, family))
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     reduced = fusions.reduced(model, {*family.block, *family.found}, vllm_config.parallel_config.tensor_parallel_size)

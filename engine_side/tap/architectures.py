@@ -43,7 +43,7 @@ class Family:
     the same everywhere (schemas.sites.BY_MODEL). ``refused``: why a model lacks sites. ``sums``: whether the stream
     after a block is what entered it, ``attn_out`` and ``mlp_out`` added. ``found``: by site and layer, the places of a
     model that is not in the table, below the model. ``proofs`` are what shows places to be right, and ``unproved`` why
-    nothing does.
+    nothing does. ``adding``: of such a model, the paths that ``find_adding`` looks for.
     """
 
     layers: str
@@ -58,6 +58,7 @@ class Family:
     found: Mapping[str, Mapping[int, ModulePath]] = field(default_factory=dict)
     proofs: tuple[Proof, ...] = ()
     unproved: str = ""
+    adding: Mapping[int, str] = field(default_factory=dict)
 
 
 # Newer vLLM runs these by Transformers' classes, told to or not; of the others taps know vLLM's own code alone.
@@ -252,7 +253,7 @@ def find_adding(model: nn.Module, family: Family) -> dict[int, nn.Module]:
     """
     after = family.block.get("resid_mid")
     if after is None or after.rule != "second":
-        return {}
+        return {layer: norm for layer, path in family.adding.items() if (norm := _part(model, path)) is not None}
     norms = [getattr(block, "input_layernorm", None) for block in _part(model, family.layers)]
     return {layer: norm for layer, norm in enumerate([*norms, _part(model, family.model["final_norm"].path)])
             if layer > 0 and norm is not None}

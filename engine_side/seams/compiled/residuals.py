@@ -29,13 +29,15 @@ def at_norms(points: Iterable[TapPoint], adding: Mapping[int, nn.Module]) -> lis
 
     A kernel that fuses this norm with the all-reduce before it makes no other: to add the two once more would end the
     fusion. A point stays at its block if the stream goes on to another stage of a pipeline. An edit between two blocks
-    is one of what the first returns, so the norm has it too. ``adding``: as of ``find_adding``.
+    is one of what the first returns, so the norm has it too. ``adding``: as of ``find_adding``; none of a model that
+    may add rows of images to the stream there.
     """
-    ahead = {"stream_in": 0, "stream_out": 1}
     norms = {layer: norm for layer, norm in adding.items() if _adds(norm)}
+    ahead = {"resid_pre": 0, "resid_post": 1}  # blocks
 
     def moved(point: TapPoint) -> TapPoint:
-        norm = norms.get(point.layer + ahead[point.rule]) if point.rule in ahead else None
+        added = point.rule in ("stream_in", "stream_out") or (" + " in point.rule and " × " not in point.rule)
+        norm = norms.get(point.layer + ahead[point.site]) if added and point.site in ahead else None
         return point if norm is None else replace(point, module=norm, rule="second")
 
     return [moved(point) for point in points]

@@ -17,8 +17,8 @@ import torch
 
 from engine_side.discovery.calls import Call
 from engine_side.discovery.discover import Discovery
-from engine_side.seams.recorded_step import prove
-from engine_side.tap.architectures import ARCHITECTURES, Family, ModulePath, family_of
+from engine_side.seams.recorded_step import discover, prove
+from engine_side.tap.architectures import ARCHITECTURES, Family, ModulePath, family_of, find_adding
 from schemas.errors import StartError
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, in_this_process, shut_down
 from tests.support.models.families import family_model
@@ -204,3 +204,5 @@ def test_the_table_is_proved(family: str, models: Models, caplog: pytest.LogCapt
     assert there - set(proved) == set()
     assert {proof.site for proof in found.proofs} == set(proved) and found.unproved == ""
     assert all(proof.off is None or proof.off < 1e-6 for proof in found.proofs)
+    norms = find_adding(model, family_on(config))
+    assert len(norms) == 3 and norms == find_adding(model, discover(model, config)), "where the stream is read"

@@ -340,6 +340,8 @@ def test_sites_are_found_and_their_rules_take_the_right_rows(kind: str, sites: s
     assert all(proof.off is None or proof.off < 1e-6 for proof in family.proofs)
     assert ("resid_pre" in family.embedded) is (kind not in ("positions", "scaled embeddings"))
     assert not any("forward" in vars(module) for module in model.modules())  # all is as it was
+    assert family.adding == ({1: "layers.1.norm1", 2: "layers.2.norm1", 3: "norm"} if kind in ("pair", "fused sandwich")
+                             else {})
     rows = taken(model, family)
     for layer in range(LAYERS):
         held = {site: value for (site, at), value in rows.items() if at == layer}
@@ -521,6 +523,7 @@ def test_stages_find_together_what_one_process_finds(kind: str, starts: tuple[in
     whole = joined(found_on(kind, [Stage(0, 1, 0, layers)], layers))
     family = joined(found_on(kind, stages_of(*starts), layers))
     assert family.found == whole.found and family.names == whole.names and family.sums == whole.sums
+    assert family.adding == whole.adding and len(family.adding) == (layers if kind == "pair" else 0)
     assert dict(family.refused) == dict(whole.refused) and family.embedded == whole.embedded
     places = [sorted((one.site, one.layer) for one in each.proofs) for each in (family, whole)]
     assert places[0] == places[1]

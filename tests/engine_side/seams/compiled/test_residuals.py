@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -59,8 +61,17 @@ def test_what_a_stage_hands_on_is_read_at_its_block() -> None:
         "resid_post.2": "layers.3.input_layernorm", "resid_post.3": "norm"}
 
 
-def test_other_models_are_read_where_their_places_were_found() -> None:
-    assert not any(moved(model_of(True, True), "arguments a + b", "results 0 + 1").values())
+def test_a_model_of_no_table_is_read_there_too_if_it_carries_a_sum() -> None:
+    model = model_of(True, True)
+    assert moved(model, "arguments hidden_states + residual", "results 0 + 1") == moved(model)
+    for into, out in (("argument hidden_states", "result 0"),
+                      ("arguments a + b × 0.5", "results 0 + 1 × 0.5")):  # as Granite multiplies
+        assert not any(moved(model, into, out).values())
+    found = replace(LLAMA, block={}, adding={1: "model.layers.1.input_layernorm", 2: "model.norm", 3: "model.gone"})
+    assert find_adding(model, found) == find_adding(model, LLAMA)
+
+
+def test_other_norms_are_left_alone() -> None:
     assert find_adding(nn.Module(), ARCHITECTURES["OPTForCausalLM"]) == {}
     model = model_of(True, True)
     model.model.layers[1].input_layernorm = nn.LayerNorm(8)  # whose call returns no sum
