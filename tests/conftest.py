@@ -16,6 +16,8 @@ from engine_side.config import GROUP
 ROOT = Path(__file__).parents[1]
 START = ROOT / "tests" / "support" / "start"  # a module of this name is read at the start of every Python below
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(START), str(ROOT), os.environ.get("PYTHONPATH"))))
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # processes outnumber cores
+    os.environ.setdefault(name, "1")
 runpy.run_path(str(START / "sitecustomize.py"))  # this process has started already
 
 _OURS = ("VLLM_TAP_", "VLLM_ACT_", "VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "XDG_", "HF_HUB_CACHE", "TMPDIR")

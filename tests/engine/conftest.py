@@ -27,7 +27,6 @@ ENVIRONMENT = {
     "VLLM_TAP_ON_FULL": "wait",
     "VLLM_CPU_CI_ENV": "1",  # Dynamo traces the whole graph; only Inductor's C++ compilation is left out
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "OMP_NUM_THREADS": "1",  # models this small only wait for a second thread
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # on a GPU machine the test process may hold CUDA already
     "VLLM_LOGGING_LEVEL": "WARNING",
