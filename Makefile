@@ -44,7 +44,7 @@ check: $(STAMP)  ## lint, types, spelling
 # Hundreds of processes start here: what one has compiled of this project the next need not.
 test: export PYTHONDONTWRITEBYTECODE =
 test: $(STAMP)  ## all tests (K="expression" chooses, ARGS="…" go to pytest, WORKERS=0 runs them one after the other)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(if $(K),-k "$(K)") $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(K),-k "$(K)") $(ARGS)
 
 page-test: $(STAMP) $(VENV)/.installed-page  ## the page at / in a real browser (needs Chromium: apt-get install chromium, or TAP_CHROMIUM=…)
 	$(PY) -m pytest tests/api/page $(if $(K),-k "$(K)") $(ARGS)
