@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from engine_side.seams import projections
 from engine_side.seams.compiled import fusions, residuals
 from engine_side.tap import taps
-from engine_side.tap.architectures import ARCHITECTURES, TapPoint, family_of, find_carried
+from engine_side.tap.architectures import ARCHITECTURES, TapPoint, family_of, find_adding, find_carried
 from engine_side.tap.staging import Staging, allocate
 from engine_side.tap.taps import install
 from tests.engine_side.seams.test_projections import Method
@@ -154,10 +154,14 @@ def tapped(model: Model, in_place: bool, monkeypatch: pytest.MonkeyPatch, layers
     staging, _ = allocate({site: WIDTHS[site] for site in sites}, {site: list(layers) for site in sites}, TOKENS,
                           torch.bfloat16, torch.device("cpu"), 64 << 20)
     writers = {id(block.self_attn.qkv_proj): projections.write_into for block in model.model.layers}
-    install(points, staging, writers if in_place else None)
+    family = family_of(["LlamaForCausalLM"], {})
     if in_place:
         monkeypatch.setattr(residuals, "_adds", lambda norm: isinstance(norm, Norm))
-        carried = find_carried(model, family_of(["LlamaForCausalLM"], {}), points)
+        points = residuals.at_norms(points, find_adding(model, family))
+        assert all((point.rule == "second") is (point.site == "resid_post") for point in points)
+    install(points, staging, writers if in_place else None)
+    if in_place:
+        carried = find_carried(model, family, points)
         assert residuals.read_back(carried, staging, configured()) == 2, "all but the first, which gets no residual"
     return staging
 
