@@ -228,7 +228,8 @@ class Discovery:
         for stream in self.streams:
             post = made.get(stream.out)
             pre = given.get(stream.into) if stream.explained else _entered(given, stream)
-            stream.adding.append("" if pre is None else adding(self._inside, pre, self.tolerance))
+            total = pre if " + " in stream.into else None
+            stream.adding.append("" if total is None else adding(self._inside, total, self.tolerance))
             stream.explained.append(
                 "it does not receive the stream as other blocks do" if pre is None or post is None
                 else explain(pre, post, self._inside, last.path, self.tolerance, Ways(

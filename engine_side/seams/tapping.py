@@ -157,7 +157,8 @@ def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, s
     _make_scorers({probe: loaded for probe, loaded in plan.probes.items()
                    if loaded.about.layer in layers[loaded.about.site]}, staging, model, device)
     places, editor = _arm_edits(vllm_config, config, survey, device)
-    points = residuals.at_norms(points, {} if takes_media(model_config) else find_adding(model, family))
+    adding = {} if takes_media(model_config) else find_adding(model, family)
+    points = residuals.at_norms(points, adding)
     classes, homes = unchanged.classes(model), unchanged.homes(model, points)
     compilation = vllm_config.compilation_config
     reduced = fusions.reduced(model, {*family.block, *family.found}, vllm_config.parallel_config.tensor_parallel_size)
@@ -173,7 +174,7 @@ def _tap(model: nn.Module, vllm_config: Any, plan: ArmingPlan, survey: Survey, s
         edit_arguments(places, editor.tables)
         if config.edit and device.type == "cpu":
             finite.guard(model)
-    residuals.read_back(find_carried(model, family, points), staging, vllm_config)
+    residuals.read_back(find_carried(model, family, adding, points), staging, vllm_config)
     unchanged.check_classes(classes, model)
     first_block = tuple(site for site in armed.sites if stage.first and 0 in layers[site])
     checks = worker.Checks(homes, find_embedding(model, family, first_block), find_sums(family, layers))

@@ -259,14 +259,13 @@ def find_adding(model: nn.Module, family: Family) -> dict[int, nn.Module]:
             if layer > 0 and norm is not None}
 
 
-def find_carried(model: nn.Module, family: Family, points: Iterable[TapPoint]
+def find_carried(model: nn.Module, family: Family, adding: Mapping[int, nn.Module], points: Iterable[TapPoint]
                  ) -> Iterator[tuple[tuple[nn.Module, nn.Module], TapPoint]]:
     """The norms of every block that carries (hidden, residual), with a point that has the stream as the block gets it.
 
-    The first of the two adds hidden to the residual, which makes the stream; the second is handed the stream. Not of
-    the first block, which gets no residual.
+    The first of the two is ``adding`` (as of ``find_adding``), the second is handed the stream.
     """
-    after, adding = family.block.get("resid_mid"), find_adding(model, family)
+    after = family.block.get("resid_mid")
     streams = {point.layer + 1: point for point in points if point.site == "resid_post"} | {
         point.layer: point for point in points if point.site == "resid_pre"}
     for layer, block in enumerate(_part(model, family.layers)):

@@ -15,7 +15,7 @@ import torch
 from schemas.read.reader import StoreReader
 from tests.engine.discovery.test_wide import LAYERS, wide_model
 from tests.support.engines.engines import ON_GPU, SHARED, Engine, in_this_process
-from tests.support.models.features import tokens
+from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900), pytest.mark.skipif(
@@ -73,7 +73,7 @@ def test_fused_kernels(arm: str, edit: str, ended: set[str], folder: Path, reade
                        compilation_config={"cudagraph_mode": "NONE", "pass_config": {"fuse_allreduce_rms": True}})
     engine = Engine(llm, reader, Reference(folder))
     try:
-        params = [{"temperature": 0, "max_tokens": 6, "ignore_eos": True, "detokenize": False}] * 3
+        params = [{"max_tokens": 6, **GREEDY}] * 3
         specs = [{"codec": "raw"} if arm else None] * 3
         engine.run([tokens(20, seed=seed) for seed in range(3)], params, specs)
         llm.collective_rpc(watch)

@@ -157,11 +157,12 @@ def tapped(model: Model, in_place: bool, monkeypatch: pytest.MonkeyPatch, layers
     family = family_of(["LlamaForCausalLM"], {})
     if in_place:
         monkeypatch.setattr(residuals, "_adds", lambda norm: isinstance(norm, Norm))
-        points = residuals.at_norms(points, find_adding(model, family))
+        adding = find_adding(model, family)
+        points = residuals.at_norms(points, adding)
         assert all((point.rule == "second") is (point.site == "resid_post") for point in points)
     install(points, staging, writers if in_place else None)
     if in_place:
-        carried = find_carried(model, family, points)
+        carried = find_carried(model, family, adding, points)
         assert residuals.read_back(carried, staging, configured()) == 2, "all but the first, which gets no residual"
     return staging
 
