@@ -16,11 +16,13 @@ BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
 
 
 def disk_bytes(path: Path | os.DirEntry[str]) -> int:
-    """Disk space of a file or folder: erased pages do not count. Files that vanish meanwhile count nothing."""
+    """Disk space of a file or folder. Erased pages do not count, nor does what XFS reserves behind the end of a file
+    that grows. Files that vanish meanwhile count nothing.
+    """
     try:
         info = path.stat()
         if not stat.S_ISDIR(info.st_mode):
-            return info.st_blocks * BLOCK_BYTES
+            return min(info.st_blocks * BLOCK_BYTES, -(-info.st_size // info.st_blksize) * info.st_blksize)
         with os.scandir(path) as entries:
             return sum(map(disk_bytes, entries))
     except FileNotFoundError:
