@@ -149,6 +149,7 @@ bench-two-gpus: $(STAMP)  ## on two NVIDIA GPUs: rows of two ranks against Huggi
 # ── setting up ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 $(UV):
+	@case "$$PWD" in *[[:space:]]*) echo "$$PWD: torch's compiler cannot link libraries below a folder with a space in its name; move this clone"; exit 1;; esac
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11, or make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "setup 1/3: uv, the installer, into .uv"
 	@$(PYTHON) -m venv .uv

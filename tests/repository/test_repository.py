@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shutil
 import subprocess
 import tomllib
 from collections.abc import Iterator
@@ -289,6 +290,17 @@ def test_a_lock_of_its_own_pins_what_is_asked_for(name: str) -> None:
     assert asked and set(asked) <= pins[name].keys()
     assert name == "lens" or all(pins["cpu"].get(package, version) == version
                                  for package, version in pins["page"].items())
+
+
+def test_a_clone_whose_path_has_a_space_is_not_set_up(tmp_path: Path) -> None:
+    """vLLM would not start there on a CPU: torch's compiler does not quote paths."""
+    clone = tmp_path / "my clone"
+    for name in ("Makefile", "pyproject.toml", "requirements/cpu.lock"):
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, clone / name)
+    done = subprocess.run(["make", "setup"], cwd=clone, capture_output=True, text=True, check=False)
+    assert done.returncode and "a folder with a space in its name" in done.stdout and str(clone) in done.stdout
+    assert not (clone / ".uv").exists() and not (clone / ".venv").exists()
 
 
 # ── documents ───────────────────────────────────────────────────────────────────────────────────────────────────
