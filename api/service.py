@@ -32,7 +32,7 @@ from schemas.ids import split_capture_id
 from schemas.lru import Lru
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
-from schemas.wire.messages import Abandon, Record
+from schemas.wire.records import Abandon, Record
 
 __all__ = ["ApiService", "owner_of", "service_of"]
 

@@ -38,18 +38,9 @@ import zmq
 from schemas import codecs
 from schemas.ids import new_ulid
 from schemas.spec import Armed, Resolved
-from schemas.wire.messages import (
-    Ack,
-    EngineInfo,
-    Finish,
-    Frame,
-    Hello,
-    Open,
-    StreamPart,
-    Welcome,
-    decode_from_writer,
-    encode,
-)
+from schemas.wire.engine_info import EngineInfo
+from schemas.wire.messages import Ack, Frame, Hello, StreamPart, Welcome, decode_from_writer, encode
+from schemas.wire.records import Finish, Open
 from schemas.wire.row_table import RowTable
 
 LAYERS, WIDTH, TOKENS, CAPTURES = 4, 4096, 512, 16

@@ -35,18 +35,9 @@ from schemas.read.segment_maps import opened
 from schemas.read.slices import RowFormat
 from schemas.spec import Armed, Resolved
 from schemas.store.segment import read_frame
-from schemas.wire.messages import (
-    Ack,
-    EngineInfo,
-    Finish,
-    Frame,
-    Hello,
-    Open,
-    StreamPart,
-    Welcome,
-    decode_from_writer,
-    encode,
-)
+from schemas.wire.engine_info import EngineInfo
+from schemas.wire.messages import Ack, Frame, Hello, StreamPart, Welcome, decode_from_writer, encode
+from schemas.wire.records import Finish, Open
 from schemas.wire.row_table import RowTable
 from vllm_tap.loader.dataset import RowDataset, rows
 from vllm_tap.loader.row_decode import decode, is_as_stored

@@ -41,19 +41,9 @@ from schemas.spec import Armed, Resolved
 from schemas.store.map_file import map_file
 from schemas.store.paths import block_name, main_chunk
 from schemas.store.segment import FrameView
-from schemas.wire.messages import (
-    Ack,
-    EngineInfo,
-    Finish,
-    Frame,
-    Hello,
-    Open,
-    Ping,
-    StreamPart,
-    Welcome,
-    decode_from_writer,
-    encode,
-)
+from schemas.wire.engine_info import EngineInfo
+from schemas.wire.messages import Ack, Frame, Hello, Ping, StreamPart, Welcome, decode_from_writer, encode
+from schemas.wire.records import Finish, Open
 from schemas.wire.row_table import RowTable
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess

@@ -28,10 +28,10 @@ from engine_side.transport.ring_files import free_bytes
 from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.errors import StartError
-from schemas.wire import messages
+from schemas.wire import engine_info
 from schemas.wire.ask_store import ask_store
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import Part
-from schemas.wire.messages import EngineInfo
 
 logger = logging.getLogger("vllm.tap")
 
@@ -96,7 +96,7 @@ def start(config: EngineConfig, info: EngineInfo, model: torch.nn.Module, tapped
             model.register_buffer(f"vllm_tap_{name}", kept, persistent=False)
     part = info.layout[seat.rank] if info.layout else None
     ring, why = _ring(config, staging, scratch, part, seat.on_host)
-    info = msgspec.structs.replace(info, ring=messages.Ring(ring.capacity, why, config.on_full))
+    info = msgspec.structs.replace(info, ring=engine_info.Ring(ring.capacity, why, config.on_full))
     device = next(model.parameters()).device
     to_host = DeviceToHost(device, ring, scratch, Outbox(ring.shared))
     if scratch is not None:  # a deep sleep gives away what was allocated while the model was loaded, but its buffers

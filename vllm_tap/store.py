@@ -17,7 +17,7 @@ from schemas.manifest import FINAL, Manifest
 from schemas.read.reader import CaptureRow, StoreReader
 from schemas.sites import site_meant
 from schemas.store.paths import NOT_A_FOLDER, url_of
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 from schemas.zarr_view.view import CaptureView
 from vllm_tap.client.captures import F32, Capture, Layers, Rows, check_range, drop_layer_axis, site_and_layers
 from vllm_tap.client.listing import Filters

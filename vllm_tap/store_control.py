@@ -12,7 +12,7 @@ from typing import Final
 from schemas.errors import StoreError
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
-from schemas.wire.messages import Delete, Hold
+from schemas.wire.records import Delete, Hold
 from vllm_tap.serve.services import make_socket_dir
 from vllm_tap.serve.writer_process import WriterProcess
 from writer_service.recover.store_lock import is_free, listens

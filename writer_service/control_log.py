@@ -19,21 +19,8 @@ import xxhash
 
 from schemas import limits
 from schemas.errors import StoreError
-from schemas.wire.messages import (
-    Abandon,
-    Bye,
-    ClientFinish,
-    Delete,
-    Dropped,
-    Finish,
-    Hello,
-    Hold,
-    Join,
-    Open,
-    Own,
-    PartFinish,
-    unpack,
-)
+from schemas.wire.messages import Bye, Hello, unpack
+from schemas.wire.records import Abandon, ClientFinish, Delete, Dropped, Finish, Hold, Join, Open, Own, PartFinish
 from writer_service import fs
 
 MAGIC: Final = b"TAPLOG01"

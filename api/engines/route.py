@@ -17,7 +17,7 @@ from api.errors import ApiError, BadParam, PartLost, as_api_error
 from api.service import ApiService
 from schemas.bucket.reader import AnyReader
 from schemas.errors import StoreError, TapError
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 __all__ = ["NoEngineCan", "OnlyAwayCan", "Route", "all_that_can", "first_that_can", "not_served", "pinned", "route_of"]
 

@@ -26,7 +26,7 @@ from schemas.edits.spec import Base64, EditSpec, Source, each_position, parse_ed
 from schemas.errors import EditError, LimitError, NotFoundError
 from schemas.read.reader import RowsAt
 from schemas.sites import ask_site, site_meant
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 __all__ = ["Asked", "ask_edits", "check_armed", "edits_text", "is_exact"]
 

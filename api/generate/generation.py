@@ -26,7 +26,7 @@ from schemas.codecs import identified, row_bytes
 from schemas.errors import LimitError, json_fault
 from schemas.ids import new_ulid, sample_id, split_capture_id
 from schemas.spec import CaptureSpec, Resolved, intervals, parse_spec, resolve
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 __all__ = ["NOTHING", "CaptureRequest", "Plan", "capture_request", "check_owned", "known", "parse_body", "plan",
            "salt_cache"]

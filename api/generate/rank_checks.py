@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 
 from api.errors import PartLost
 from schemas.spec import Resolved
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import LEADER, places_of
-from schemas.wire.messages import EngineInfo
 
 __all__ = ["check_ranks"]
 

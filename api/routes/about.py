@@ -30,8 +30,8 @@ from schemas.errors import TapError
 from schemas.sites import SITES, lens_name
 from schemas.spec import parse_spec, resolve
 from schemas.store.pushing import read_pushing
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import LEADER
-from schemas.wire.messages import EngineInfo
 
 router = APIRouter(tags=["service"])
 _OBJECT: Final = {"type": "object"}

@@ -21,7 +21,7 @@ from schemas.catalog.filters import WHEN, read_filter
 from schemas.errors import ConflictError, NotFoundError
 from schemas.ids import split_capture_id
 from schemas.manifest import STATUSES, Manifest
-from schemas.wire.messages import Delete
+from schemas.wire.records import Delete
 
 router = APIRouter(route_class=Route)
 

@@ -59,7 +59,8 @@ from api.slices.inline import inline
 from schemas.bucket.reader import AnyReader
 from schemas.checks import is_name
 from schemas.errors import LimitError, SpecError, StoreError, TapError
-from schemas.wire.messages import EngineInfo, Own
+from schemas.wire.engine_info import EngineInfo
+from schemas.wire.records import Own
 
 router = APIRouter(tags=["generate"])
 log = logging.getLogger("vllm_tap.api")

@@ -10,7 +10,7 @@ from api.errors import ApiError
 from api.live.waiting import poll
 from api.parameters import Ref
 from api.service import owner_of, service_of
-from schemas.wire.messages import Hold
+from schemas.wire.records import Hold
 
 router = APIRouter()
 

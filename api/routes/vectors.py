@@ -21,7 +21,7 @@ from schemas.checks import NAME, is_name
 from schemas.edits.vectors import F32, read_vector
 from schemas.errors import ConflictError, NotFoundError
 from schemas.sites import has_heads
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 router = APIRouter(route_class=Route, tags=["vectors"])
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from schemas.errors import NotFoundError
 from schemas.manifest import FINAL
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
-from schemas.wire.messages import Delete
+from schemas.wire.records import Delete
 
 _FINAL_S: Final = 60.0
 

@@ -36,7 +36,7 @@ from engine_side.transport.sender_process import SenderProcess
 from engine_side.transport.shared_memory import Outbox
 from schemas.ids import new_ulid
 from schemas.spec import Armed, parse_spec, resolve
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 SITE: Final = "resid_post"
 DTYPE: Final = "bfloat16"

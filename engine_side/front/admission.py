@@ -24,7 +24,7 @@ from schemas.lru import Lru
 from schemas.spec import Armed, CaptureSpec, Resolved, parse_spec, resolve
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.layout import Part, check_codecs
-from schemas.wire.messages import ClientFinish
+from schemas.wire.records import ClientFinish
 
 logger = logging.getLogger("vllm.tap")
 

@@ -56,7 +56,7 @@ from schemas.errors import StartError
 from schemas.probes import LoadedProbe, Registered, load_probe
 from schemas.sites import PROBE, SITES, edited_place, has_heads, layers_by_site
 from schemas.spec import Armed
-from schemas.wire.messages import Editable, EngineInfo, Proved
+from schemas.wire.engine_info import Editable, EngineInfo, Proved
 
 logger = logging.getLogger("vllm.tap")
 _WHOLE: Final = "full_attention"  # kinds of layers, as configurations name them

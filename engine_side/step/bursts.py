@@ -13,7 +13,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine_side.step.block import Burst, EntryRows
+from engine_side.step.block import EntryRows
+from engine_side.step.burst import Burst
 from engine_side.step.copy_schedule import WAIT_S, CopySchedule
 from engine_side.step.layouts import Layouts
 from engine_side.step.selection import CaptureTable, Selected, Step

@@ -19,8 +19,9 @@ from engine_side.transport.events import EditsCounted, Finished, Joined, Lost, O
 from engine_side.transport.shared_memory import Outbox
 from schemas.sites import BY_MODEL, ask_site, edited_place
 from schemas.spec import Resolved, parse_spec
+from schemas.wire.engine_info import Divided
 from schemas.wire.layout import LEADER, Part
-from schemas.wire.messages import Divided, TapCounters
+from schemas.wire.messages import TapCounters
 
 
 @dataclass(frozen=True, slots=True)

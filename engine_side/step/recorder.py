@@ -26,8 +26,9 @@ from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.events import I64, Entry, Event, Lost
 from engine_side.transport.shared_memory import Outbox
+from schemas.wire.engine_info import Divided
 from schemas.wire.layout import Part
-from schemas.wire.messages import Divided, TapCounters
+from schemas.wire.messages import TapCounters
 
 logger = logging.getLogger("vllm.tap")
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from msgspec import UNSET, structs
 
 from schemas.errors import StartError
+from schemas.wire.engine_info import Divided, EngineInfo
 from schemas.wire.layout import Part, places_of
-from schemas.wire.messages import Divided, EngineInfo
 
 __all__ = ["divided"]
 

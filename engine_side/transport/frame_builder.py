@@ -15,8 +15,9 @@ import xxhash
 from engine_side.transport.events import Entry, Mark, Run
 from engine_side.transport.shared_memory import Regions, Shared
 from schemas import codecs, limits
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import share_widths
-from schemas.wire.messages import EngineInfo, Frame, StreamPart, TapCounters
+from schemas.wire.messages import Frame, StreamPart, TapCounters
 from schemas.wire.row_table import RowTable
 
 _HASHERS: Final = 2  # threads that hash what is long, while the sender makes the next frames

@@ -36,21 +36,9 @@ from engine_side.transport.shared_memory import Events, Regions, Shared
 from schemas import limits
 from schemas.wire import messages
 from schemas.wire.connection import Connection
-from schemas.wire.messages import (
-    Ack,
-    Bye,
-    Connect,
-    Dropped,
-    EngineInfo,
-    Finish,
-    Frame,
-    Join,
-    Open,
-    PartFinish,
-    Ping,
-    Record,
-    TapCounters,
-)
+from schemas.wire.engine_info import EngineInfo
+from schemas.wire.messages import Ack, Bye, Connect, Frame, Ping, TapCounters
+from schemas.wire.records import Dropped, Finish, Join, Open, PartFinish, Record
 from schemas.wire.send_window import SendWindow
 
 logger = logging.getLogger("vllm.tap")

@@ -23,7 +23,7 @@ import msgspec
 from engine_side.transport.sender import Sender
 from engine_side.transport.shared_memory import Shared
 from schemas.errors import StartError
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 __all__ = ["SenderProcess"]
 

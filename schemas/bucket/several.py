@@ -40,7 +40,7 @@ from schemas.read.captures import CaptureRow, ListPlace, NamedCapture, Progress
 from schemas.read.coverage_cache import CoveredCapture
 from schemas.read.row_reader import RowReader
 from schemas.read.slices import RowsAt, Slice
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 __all__ = ["SeveralReader"]
 

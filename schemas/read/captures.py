@@ -26,8 +26,8 @@ from schemas.read.manifests import aliases_by_ulid, aliases_of, manifest_of, sha
 from schemas.sites import names_of
 from schemas.spec import Resolved
 from schemas.store.paths import NOT_A_FOLDER, url_of
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import siblings
-from schemas.wire.messages import EngineInfo
 
 __all__ = ["CaptureRow", "CatalogReader", "Division", "ListPlace", "NamedCapture", "Progress", "progress_of",
            "read_store_uuid"]

@@ -23,7 +23,8 @@ import zmq
 from schemas import limits
 from schemas.errors import ConflictError, NotFoundError, ProtocolError, StartError, StoreError, TapError
 from schemas.wire.connection import Connection
-from schemas.wire.messages import Ack, Bye, Connect, Ping, Record, StoreState, encode
+from schemas.wire.messages import Ack, Bye, Connect, Ping, StoreState, encode
+from schemas.wire.records import Record
 from schemas.wire.send_window import SendWindow
 
 __all__ = ["ControlChannel"]

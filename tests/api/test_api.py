@@ -18,7 +18,7 @@ from api.routes.about import _can
 from schemas import limits
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from schemas.wire.messages import Proved
+from schemas.wire.engine_info import Proved
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import engine_info
 from vllm_tap import Client

@@ -13,7 +13,7 @@ from engine_side import worker
 from engine_side.seams import runner
 from schemas.errors import SpecError
 from schemas.read.reader import StoreReader
-from schemas.wire.messages import Ring
+from schemas.wire.engine_info import Ring
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Engine, in_this_process, refused_start
 from tests.support.models.families import family_model
 from tests.support.models.features import RAW, tokens

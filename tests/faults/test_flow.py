@@ -19,7 +19,8 @@ from schemas.errors import NotFoundError, TapError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.spec import Resolved
-from schemas.wire.messages import Finish, Open, encode
+from schemas.wire.messages import encode
+from schemas.wire.records import Finish, Open
 from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic

@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.store.paths import journal_folder
-from schemas.wire.messages import Hold
+from schemas.wire.records import Hold
 from tests.faults.conftest import times
 from tests.faults.model import Capture, Drop, Finish, Rows, read
 from tests.faults.nursery import Forked, Nursery

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine_side.front.ticket import Ticket
-from engine_side.step.block import Burst
+from engine_side.step.burst import Burst
 from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step
 from engine_side.tap.staging import Staging

@@ -15,7 +15,7 @@ from typing import Final
 from schemas import limits
 from schemas.read.reader import StoreReader
 from schemas.store.segment import SEGMENT_VERSION
-from schemas.wire.messages import Hold
+from schemas.wire.records import Hold
 from tests.support.ranks import LAYERS, Rank, info_of
 from tests.support.store_helpers import Sender, WriterProcess, until
 from writer_service.control_log import LOG_VERSION

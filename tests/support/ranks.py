@@ -16,8 +16,10 @@ import numpy as np
 
 from schemas import codecs
 from schemas.ids import new_ulid
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import Part, Share, places_of
-from schemas.wire.messages import Dropped, EngineInfo, Join, PartFinish, Ping, Refuse, TapState, encode
+from schemas.wire.messages import Ping, Refuse, TapState, encode
+from schemas.wire.records import Dropped, Join, PartFinish
 from schemas.wire.row_table import FLAG_DRAFT, FLAG_RECOMPUTED, RowTable
 from tests.support.store_helpers import Sender, engine_info, frame_of, key_of, pieces_of
 

@@ -24,25 +24,9 @@ from schemas import codecs
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
 from schemas.spec import Armed, Resolved
-from schemas.wire.messages import (
-    Ack,
-    Bye,
-    ClientFinish,
-    Delete,
-    Dropped,
-    EngineInfo,
-    Finish,
-    Frame,
-    Hello,
-    Open,
-    Own,
-    Ping,
-    Refuse,
-    StreamPart,
-    Welcome,
-    decode_from_writer,
-    encode,
-)
+from schemas.wire.engine_info import EngineInfo
+from schemas.wire.messages import Ack, Bye, Frame, Hello, Ping, Refuse, StreamPart, Welcome, decode_from_writer, encode
+from schemas.wire.records import ClientFinish, Delete, Dropped, Finish, Open, Own
 from schemas.wire.row_table import FLAG_DRAFT, RowTable
 from tests.support.forked import started
 

@@ -22,7 +22,8 @@ from schemas.read.journal_tail import FrameAt, JournalTail
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.store.paths import journal_folder, open_name
 from schemas.store.segment import FrameHeader, parse_frame, walk
-from schemas.wire.messages import Ack, Own
+from schemas.wire.messages import Ack
+from schemas.wire.records import Own
 from schemas.wire.row_table import RowTable
 from tests.schemas.store.test_segment import STREAM, UUID, build, segment_of
 from tests.support.consistency import dump

@@ -24,7 +24,6 @@ from schemas.wire.messages import (
     Ack,
     Frame,
     Hello,
-    Open,
     Ping,
     Refuse,
     StreamPart,
@@ -33,6 +32,7 @@ from schemas.wire.messages import (
     decode_from_writer,
     encode,
 )
+from schemas.wire.records import Open
 from schemas.wire.row_table import RowTable
 from tests.support.consistency import assert_consistent
 from tests.support.store_helpers import (
@@ -432,7 +432,7 @@ def test_a_capture_belongs_to_the_engine_that_opened_it(store: Path, writer: Wri
 
 
 def test_abandoned_and_client_finished(store: Path, engine: Sender, api: Sender) -> None:
-    from schemas.wire.messages import Abandon
+    from schemas.wire.records import Abandon
 
     never, stopped = new_ulid(), new_ulid()
     api.own(never)
@@ -501,7 +501,7 @@ def test_a_stop_string_ends_the_sequence_where_the_client_saw_it(
 
 
 def test_delete_hides_at_once_and_holds_win(store: Path, writer: WriterProcess, engine: Sender, api: Sender) -> None:
-    from schemas.wire.messages import Hold
+    from schemas.wire.records import Hold
 
     ulid = new_ulid()
     api.own(ulid, count=2, aliases=["x-1"])

@@ -16,7 +16,7 @@ from schemas.probes import probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import CaptureSpec, Resolved, intervals, resolve
 from schemas.wire.control_channel import ControlChannel
-from schemas.wire.messages import Abandon, Own
+from schemas.wire.records import Abandon, Own
 from vllm_tap.offline.job import CaptureJob
 from vllm_tap.offline.prompt_file import Prompt
 from vllm_tap.offline.resume import WORK, Resume

@@ -28,7 +28,7 @@ from schemas.manifest import Manifest
 from schemas.probes import load_probe, parse_probes, probes_text
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 from vllm_tap.client.captures import Capture
 from vllm_tap.client.listing import Filters
 from vllm_tap.offline.limit import recording_limit_lines

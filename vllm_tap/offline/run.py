@@ -27,7 +27,7 @@ from schemas.errors import SpecError, StartError, TapError
 from schemas.legacy import error_text
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
-from schemas.wire.messages import Delete
+from schemas.wire.records import Delete
 from vllm_tap.exit import Ending
 from vllm_tap.offline.engine import Tally, generate, load_tokenizer, start_engine
 from vllm_tap.offline.job import CaptureJob

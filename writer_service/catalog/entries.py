@@ -17,20 +17,8 @@ from schemas.errors import TapError
 from schemas.ids import sample_id, split_capture_id, ulid_ms
 from schemas.spec import parse_spec
 from schemas.wire.identity import NONCE
-from schemas.wire.messages import (
-    Abandon,
-    Bye,
-    ClientFinish,
-    Delete,
-    Dropped,
-    Finish,
-    Hello,
-    Hold,
-    Join,
-    Open,
-    Own,
-    PartFinish,
-)
+from schemas.wire.messages import Bye, Hello
+from schemas.wire.records import Abandon, ClientFinish, Delete, Dropped, Finish, Hold, Join, Open, Own, PartFinish
 from writer_service.control_log import CapturesLost, LogEntry, PartsLost, RanksLost, RowsOverQuota, content_of
 
 after_all_seqs: Final = 2**62  # a drop of this number supersedes every row

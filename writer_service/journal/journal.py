@@ -11,7 +11,7 @@ import msgspec
 from schemas.errors import ProtocolError
 from schemas.store.paths import journal_folder
 from schemas.store.segment import FrameHeader
-from schemas.wire.messages import ClientFinish, Finish, PartFinish
+from schemas.wire.records import ClientFinish, Finish, PartFinish
 from writer_service import fs, log
 from writer_service.catalog.changes import (
     Change,

@@ -13,7 +13,7 @@ from schemas.ids import is_ulid, sample_id, split_capture_id
 from schemas.manifest import REASONS
 from schemas.sites import is_site
 from schemas.wire.layout import LEADER
-from schemas.wire.messages import (
+from schemas.wire.records import (
     Abandon,
     ClientFinish,
     Delete,

@@ -20,24 +20,8 @@ import zmq
 from schemas import limits
 from schemas.errors import ProtocolError, StoreError
 from schemas.wire.layout import check_codecs
-from schemas.wire.messages import (
-    Bye,
-    ClientFinish,
-    Connect,
-    Delete,
-    Dropped,
-    Finish,
-    Frame,
-    Join,
-    Open,
-    PartFinish,
-    Ping,
-    Record,
-    Refuse,
-    Welcome,
-    decode_from_sender,
-    unpack,
-)
+from schemas.wire.messages import Bye, Connect, Frame, Ping, Refuse, Welcome, decode_from_sender, unpack
+from schemas.wire.records import ClientFinish, Delete, Dropped, Finish, Join, Open, PartFinish, Record
 from schemas.wire.row_table import RowTable, check_frame, check_part, check_table
 from writer_service.config import Config
 from writer_service.control_log import Message, Refused, RowsOverQuota

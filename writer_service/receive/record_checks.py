@@ -9,7 +9,7 @@ from schemas import codecs, limits
 from schemas.ids import is_ulid, split_capture_id
 from schemas.sites import is_site
 from schemas.spec import NAMED_POSITIONS
-from schemas.wire.messages import Open, Own
+from schemas.wire.records import Open, Own
 
 __all__ = ["RefusedError", "are_layers", "check_open", "check_own", "need", "number_max"]
 

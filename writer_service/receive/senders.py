@@ -15,9 +15,10 @@ from schemas.checks import is_name
 from schemas.errors import ProtocolError
 from schemas.ids import is_ulid
 from schemas.limits import PROTOCOL_VERSION
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.identity import told_max
 from schemas.wire.layout import check_layout
-from schemas.wire.messages import Connect, EngineInfo, FromWriter, Hello, Refuse, StoreState, encode
+from schemas.wire.messages import Connect, FromWriter, Hello, Refuse, StoreState, encode
 from writer_service.control_log import CapturesLost
 from writer_service.journal.journal import Journal
 from writer_service.metrics import Counters

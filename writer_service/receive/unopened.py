@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from schemas.wire.layout import LEADER
-from schemas.wire.messages import Abandon
+from schemas.wire.records import Abandon
 from writer_service import log
 from writer_service.journal.journal import Journal
 from writer_service.receive.capture_rules import CaptureRules

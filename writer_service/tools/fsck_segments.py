@@ -24,7 +24,7 @@ from schemas.store.frame_hashes import hash_frame
 from schemas.store.map_file import map_file
 from schemas.store.paths import block_name, main_chunk
 from schemas.store.segment import FLAG_REDACTED, FrameView, check_streams, parse_frame, verify_payload
-from writer_service.seal.sealing import gather
+from writer_service.seal.columns import gather
 from writer_service.tools.findings import (
     I64,
     Finding,

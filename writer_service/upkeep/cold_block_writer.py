@@ -34,7 +34,8 @@ from schemas.store.segment import FrameHeader
 from schemas.wire.messages import Frame
 from schemas.wire.row_table import NO_STEP, RowTable, joined_steps, steps_of
 from writer_service import fs
-from writer_service.seal.sealing import fill_of, stream_attributes, stream_axes, write_whole
+from writer_service.seal.arrays import stream_attributes, stream_axes, write_whole
+from writer_service.seal.columns import fill_of
 
 KEPT: Final = ("store_version", "segment_version", "writer", "writer_epoch", "site", "width", "model_dtype",
                "fingerprint", "codec", "axes")  # of the attributes, as the newest old block has them

@@ -28,7 +28,7 @@ from schemas.store.paths import block_name, redo_name
 from schemas.store.segment import FrameView, parse_frame, redacted_head
 from schemas.wire.row_table import FLAG_ERASED
 from writer_service import fs, log
-from writer_service.seal.sealing import fill_of
+from writer_service.seal.columns import fill_of
 
 page_bytes: Final = 4096
 MAGIC: Final = b"TAPREDO1"

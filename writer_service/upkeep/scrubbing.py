@@ -9,7 +9,7 @@ import msgspec
 
 from schemas.errors import StoreError
 from schemas.store.paths import journal_folder
-from schemas.wire.messages import ClientFinish, Finish, Open, Own, PartFinish
+from schemas.wire.records import ClientFinish, Finish, Open, Own, PartFinish
 from writer_service import fs
 from writer_service.control_log import LogEntry, content_of, log_end, log_path, read_log, scrubbed_log, span_of
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from torch import nn
 
-from schemas.wire.messages import Attends
+from schemas.wire.engine_info import Attends
 
 __all__ = ["attends_of", "joined", "one_window"]
 

@@ -8,7 +8,7 @@ from engine_side.config import EngineConfig
 from engine_side.seams.ranks.agreement import of_shares, of_stages
 from schemas.errors import StartError
 from schemas.wire.ask_store import reached_store
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 
 __all__ = ["stores_reached"]
 

@@ -23,7 +23,7 @@ from schemas.errors import LimitError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
-from schemas.wire.messages import Own
+from schemas.wire.records import Own
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded, engine_info
 

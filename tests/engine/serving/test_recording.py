@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 from schemas.errors import StartError
 from schemas.ids import new_ulid
 from schemas.wire.control_channel import ControlChannel
-from schemas.wire.messages import Own
+from schemas.wire.records import Own
 from tests.engine.conftest import ENVIRONMENT
 from tests.engine_side.transport.test_sender import MIB, TOKENS, Tapped
 from tests.programs.slow_disk import slow_down

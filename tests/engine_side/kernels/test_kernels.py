@@ -22,7 +22,8 @@ import torch
 from engine_side import kernels
 from engine_side.codecs import TORCH_DTYPES, encode, full8, int8b64, kernel_name, nf4b64
 from engine_side.step import block
-from engine_side.step.block import Burst, EntryRows, layout_of
+from engine_side.step.block import EntryRows, layout_of
+from engine_side.step.burst import Burst
 from engine_side.step.kernel_cache import KernelCache
 from engine_side.tap.probe_scores import Scorer
 from engine_side.tap.staging import Staging

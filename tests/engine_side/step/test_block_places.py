@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine_side.step.block import Burst, EntryLayout, EntryRows, layout_of
+from engine_side.step.block import EntryLayout, EntryRows, layout_of
+from engine_side.step.burst import Burst
 from engine_side.tap.staging import Staging
 from engine_side.transport.events import Entry
 from engine_side.transport.ring import ALIGN, DISK_ALIGN, Ring

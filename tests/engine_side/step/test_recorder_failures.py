@@ -15,7 +15,7 @@ import torch
 from engine_side import kernels, worker
 from engine_side.front.ticket import Ticket
 from engine_side.seams import scheduler
-from engine_side.step import block
+from engine_side.step import block, burst
 from engine_side.step.kernel_cache import KernelCache
 from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step
@@ -76,7 +76,7 @@ def test_failed_encodings_give_their_room_back(
     recorder = recorder_on(ring, on_full)
     opened(recorder, "bad", 60, positions=positions)
     with monkeypatch.context() as broken:
-        broken.setattr(block.Burst, "encode", failing)
+        broken.setattr(burst.Burst, "encode", failing)
         for _ in range(200):
             step(recorder, [("bad", 0, 60)])
             release(recorder)
@@ -91,7 +91,7 @@ def test_a_step_that_fails_in_a_burst_loses_its_own_rows_alone(ring: Ring, monke
     for position in range(6):
         step(recorder, [("a", position, 1)])
     with monkeypatch.context() as broken:
-        broken.setattr(block.Burst, "encode", failing)
+        broken.setattr(burst.Burst, "encode", failing)
         step(recorder, [("a", 6, 1)])
     for position in range(7, 10):
         step(recorder, [("a", position, 1)])

@@ -15,8 +15,8 @@ from engine_side.tap.writers import divided
 from schemas.errors import StartError
 from schemas.probes import Probe
 from schemas.spec import Armed
+from schemas.wire.engine_info import Attends, Divided, Editable, EngineInfo
 from schemas.wire.layout import check_layout, places_of
-from schemas.wire.messages import Attends, Divided, Editable, EngineInfo
 from tests.support.store_helpers import engine_info
 
 LAYERS = list(range(8))

@@ -34,8 +34,9 @@ from schemas.ids import new_ulid
 from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from schemas.spec import Armed, parse_spec, resolve
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.line_times import line_times_of
-from schemas.wire.messages import EngineInfo, TapCounters
+from schemas.wire.messages import TapCounters
 from tests.support.store_helpers import PROGRAMS, SITE, WriterProcess, engine_info, until
 
 LAYERS, WIDTH, TOKENS = 4, 64, 8192

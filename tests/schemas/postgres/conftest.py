@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
-from schemas.wire.messages import Hold
+from schemas.wire.records import Hold
 from tests.schemas.postgres.server import BIN, NO_POSTGRES, PostgresServer, postgres_server
 from tests.support.ranks import Ranks
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until

@@ -39,7 +39,7 @@ def name_of(catalog: str) -> str:
 
 
 def held(store: Path, capture: str, on: bool = True) -> None:
-    from schemas.wire.messages import Hold
+    from schemas.wire.records import Hold
     with WriterProcess(store) as writer, Sender(writer.endpoint, role="api") as api:
         api.send(Hold(api.next(), capture, on))
         api.wait()

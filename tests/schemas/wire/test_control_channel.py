@@ -20,18 +20,16 @@ from schemas.wire.control_channel import ControlChannel
 from schemas.wire.messages import (
     Ack,
     Bye,
-    Delete,
     FromSender,
     FromWriter,
     Hello,
-    Own,
     Ping,
-    Record,
     Refuse,
     Welcome,
     decode_from_sender,
     encode,
 )
+from schemas.wire.records import Delete, Own, Record
 from tests.support.api_stack import Process
 
 Answer = Callable[[FromSender], list[FromWriter]]

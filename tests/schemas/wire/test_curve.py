@@ -23,7 +23,8 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.curve import make_sender, secure_sender
-from schemas.wire.messages import Delete, Hello, Refuse, Welcome, decode_from_writer, encode
+from schemas.wire.messages import Hello, Refuse, Welcome, decode_from_writer, encode
+from schemas.wire.records import Delete
 from tests.engine_side.transport.test_sender import LAYERS, MIB, Tapped, manifest_of
 from tests.support.processes import free_port
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until

@@ -13,7 +13,8 @@ from msgspec import structs
 
 from schemas.attention import AttentionRule
 from schemas.ids import new_ulid
-from schemas.wire.messages import Attends, Dropped
+from schemas.wire.engine_info import Attends
+from schemas.wire.records import Dropped
 from tests.support.api_stack import Stack, stack_in
 from tests.support.store_helpers import Sender, engine_info, until
 from vllm_tap import Client, Store, open_store

@@ -18,19 +18,9 @@ from schemas import codecs
 from schemas.probes import Probe
 from schemas.sites import SITES, is_probe
 from schemas.spec import Armed, CaptureSpec, Resolved, intervals, resolve
-from schemas.wire.messages import (
-    Dropped,
-    Editable,
-    EngineInfo,
-    Finish,
-    Frame,
-    Open,
-    Ping,
-    Record,
-    Ring,
-    TapState,
-    encode,
-)
+from schemas.wire.engine_info import Editable, EngineInfo, Ring
+from schemas.wire.messages import Frame, Ping, TapState, encode
+from schemas.wire.records import Dropped, Finish, Open, Record
 from schemas.wire.row_table import FLAG_DRAFT, RowTable
 from tests.support.store_helpers import Sender, frame_of
 

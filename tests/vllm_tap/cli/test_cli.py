@@ -31,7 +31,7 @@ from schemas.ids import new_ulid
 from schemas.probes import parse_probes
 from schemas.spec import parse_spec
 from schemas.store.paths import KEYS_FILE
-from schemas.wire.messages import Own
+from schemas.wire.records import Own
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded
 from tests.support.forked import tap
 from tests.support.processes import free_port, runs

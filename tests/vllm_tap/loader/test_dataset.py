@@ -92,7 +92,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
 
 def open_record(sender: Sender, capture: str, layers: dict[str, list[int]], codec: dict[str, str]) -> Any:
     from schemas.spec import Resolved
-    from schemas.wire.messages import Open
+    from schemas.wire.records import Open
 
     return Open(sender.next(), capture, "r", "{}", Resolved(layers, codec, "all", "recompute"), 3,
                 np.arange(3, dtype="<u4").tobytes(), 0, 1)

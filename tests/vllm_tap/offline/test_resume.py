@@ -12,7 +12,7 @@ import pytest
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec
-from schemas.wire.messages import ClientFinish, Delete, Own
+from schemas.wire.records import ClientFinish, Delete, Own
 from tests.support.engines.engine_player import EnginePlayer
 from tests.support.store_helpers import until
 from tests.vllm_tap.cli.test_cli import tap

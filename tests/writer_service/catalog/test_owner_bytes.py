@@ -10,7 +10,7 @@ from schemas.catalog.records import connect_write
 from schemas.catalog.tables import CAPTURE_BYTES
 from schemas.ids import new_ulid, sample_id
 from schemas.spec import Resolved
-from schemas.wire.messages import ClientFinish, Delete, Finish, Open, Own, Record
+from schemas.wire.records import ClientFinish, Delete, Finish, Open, Own, Record
 from writer_service.catalog import catalog
 from writer_service.catalog.entries import forget
 from writer_service.control_log import LogEntry

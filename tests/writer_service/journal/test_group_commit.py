@@ -8,7 +8,7 @@ from pathlib import Path
 
 from schemas import limits
 from schemas.ids import new_ulid
-from schemas.wire.messages import ClientFinish, Own
+from schemas.wire.records import ClientFinish, Own
 from tests.support.store_helpers import WriterProcess
 from writer_service.config import Config
 from writer_service.journal.group_commit import Waker

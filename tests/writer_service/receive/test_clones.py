@@ -18,7 +18,8 @@ from schemas.manifest import Manifest, Missing
 from schemas.read.reader import StoreReader
 from schemas.wire.control_channel import ControlChannel
 from schemas.wire.identity import Nonces, told_max
-from schemas.wire.messages import Connect, Dropped, Own, Refuse, Welcome
+from schemas.wire.messages import Connect, Refuse, Welcome
+from schemas.wire.records import Dropped, Own
 from tests.engine_side.transport.test_sender import LAYERS, Tapped, manifest_of
 from tests.schemas.wire.test_curve import hello
 from tests.support.consistency import assert_consistent

@@ -15,7 +15,8 @@ from schemas import limits
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.spec import Resolved
-from schemas.wire.messages import Dropped, Finish, Hello, Open, Own, Refuse, encode
+from schemas.wire.messages import Hello, Refuse, encode
+from schemas.wire.records import Dropped, Finish, Open, Own
 from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from schemas.read.reader import StoreReader
 from schemas.store.paths import journal_folder
-from schemas.wire.messages import Editable, EngineInfo
+from schemas.wire.engine_info import Editable, EngineInfo
 from tests.support.ranks import Ranks, info_of
 from tests.support.store_helpers import WriterProcess, until
 from writer_service import fs

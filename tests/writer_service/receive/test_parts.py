@@ -15,8 +15,8 @@ import pytest
 from schemas.errors import CorruptError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
+from schemas.wire.engine_info import EngineInfo
 from schemas.wire.layout import Part, Share
-from schemas.wire.messages import EngineInfo
 from tests.support.consistency import assert_consistent
 from tests.support.ranks import COLUMNS, LAYERS, SITES, Rank, Ranks, info_of, layout_of, values
 from tests.support.store_helpers import Sender, WriterProcess, assert_adds_up, until

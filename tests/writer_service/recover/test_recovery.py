@@ -292,7 +292,7 @@ def test_a_catalog_whose_index_does_not_match_is_rebuilt(tmp_path: Path, at_star
 
 
 def test_rebuild_equals_with_owners_aliases_and_tombstones(tmp_path: Path) -> None:
-    from schemas.wire.messages import Abandon, Hold
+    from schemas.wire.records import Abandon, Hold
 
     store = tmp_path / "store"
     ulids = [new_ulid() for _ in range(5)]

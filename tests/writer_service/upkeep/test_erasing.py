@@ -27,7 +27,8 @@ from schemas.read import row_reader as reader_module
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
 from schemas.store.paths import journal_folder, redo_name
-from schemas.wire.messages import Delete, Finish, Open, Own, StreamPart
+from schemas.wire.messages import StreamPart
+from schemas.wire.records import Delete, Finish, Open, Own
 from tests.support.consistency import assert_rebuilt_equal, dump
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.support.writers.power import Certain
@@ -38,7 +39,7 @@ from writer_service.control_log import log_numbers, log_path
 from writer_service.journal.group_commit import Waker
 from writer_service.journal.journal import Journal
 from writer_service.recover.recovery import recover
-from writer_service.seal import sealing
+from writer_service.seal.columns import fill_of
 from writer_service.sender_state import SenderState
 from writer_service.tools.fsck import fsck
 from writer_service.upkeep import block_removal
@@ -205,7 +206,7 @@ def test_strangers_see_fill_values(sample: Sample, tmp_path: Path) -> None:
         assert (q[gone] == -128).all() and (q[~gone][:8] != -128).all()
     stream = next(s for s in codecs.streams("int8b64", WIDTH, "float32") if s.name == "scale")
     scale = np.asarray(group["scale"][...])[gone]
-    assert np.array_equal(scale, np.full(scale.shape, sealing.fill_of(stream), scale.dtype), equal_nan=True)
+    assert np.array_equal(scale, np.full(scale.shape, fill_of(stream), scale.dtype), equal_nan=True)
     assert not np.asarray(group["present"][...])[gone].any() and not np.asarray(group["token_id"][...])[gone].any()
 
 

@@ -18,7 +18,7 @@ from schemas.errors import NotFoundError, StoreError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.spec import Resolved
-from schemas.wire.messages import Delete, Hold, Open
+from schemas.wire.records import Delete, Hold, Open
 from tests.support.consistency import assert_consistent, assert_rebuilt_equal, dump
 from tests.support.forked import tap
 from tests.support.store_helpers import (

@@ -25,7 +25,7 @@ from schemas.errors import ArgumentError, ConflictError, NotFoundError
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from schemas.wire.ask_store import reached_store
-from schemas.wire.messages import EngineInfo
+from schemas.wire.engine_info import EngineInfo
 from tests.engine_side.transport.test_sender import LAYERS, WIDTH, Tapped
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from tests.vllm_tap.bucket.serving.test_api import OFTEN, code
