@@ -21,7 +21,6 @@ import torch
 
 from engine_side import kernels
 from engine_side.codecs import TORCH_DTYPES, encode, full8, int8b64, kernel_name, nf4b64
-from engine_side.step import block
 from engine_side.step.block import EntryRows, layout_of
 from engine_side.step.burst import Burst
 from engine_side.step.kernel_cache import KernelCache
@@ -314,7 +313,7 @@ def test_projections_of_two_sites_in_a_burst_share_their_workspace(monkeypatch: 
     burst = Burst(pieces, 2, 6, ["a"], none, 9, 0.0, (none, none))
     ids, positions = torch.arange(9, dtype=torch.int32, device=DEVICE), torch.arange(9, device=DEVICE)
     ring = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
-    monkeypatch.setattr(block, "_index", lambda entry_rows, *_: torch.tensor(entry_rows.row, device=DEVICE))
+    monkeypatch.setattr("engine_side.step.burst._index", lambda entry_rows, *_: torch.tensor(entry_rows.row, device=DEVICE))
     for renewed in (False, True):
         burst = burst.renewed(0.0) if renewed else burst
         burst.assign_region(ring, 0, ring, 4096 * renewed)
