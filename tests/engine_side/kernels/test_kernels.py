@@ -313,7 +313,8 @@ def test_projections_of_two_sites_in_a_burst_share_their_workspace(monkeypatch: 
     burst = Burst(pieces, 2, 6, ["a"], none, 9, 0.0, (none, none))
     ids, positions = torch.arange(9, dtype=torch.int32, device=DEVICE), torch.arange(9, device=DEVICE)
     ring = torch.zeros(1 << 16, dtype=torch.uint8, device=DEVICE)
-    monkeypatch.setattr("engine_side.step.burst._index", lambda entry_rows, *_: torch.tensor(entry_rows.row, device=DEVICE))
+    monkeypatch.setattr("engine_side.step.burst._index",
+                        lambda entry_rows, *_: torch.tensor(entry_rows.row, device=DEVICE))
     for renewed in (False, True):
         burst = burst.renewed(0.0) if renewed else burst
         burst.assign_region(ring, 0, ring, 4096 * renewed)
