@@ -29,7 +29,7 @@ def stream_attributes(stream: Stream) -> dict[str, Any]:
 
 
 def write_arrays(building: Path, declared: tuple[Stream, ...], columns: Columns) -> None:
-    """All arrays of a block but the main one."""
+    """Write all arrays of a block but the main one."""
     for side in declared[1:]:
         _write_layered(building / side.name, columns.sides[side.name], side)
     for name in ROW_COLUMNS:
