@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 
 from schemas.wire.curve import make_sender
+from writer_service.upkeep.usage import disk_bytes
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _SAMPLE_S: Final = 0.5
@@ -125,7 +126,7 @@ class Line:
     def unsealed(self) -> int:
         """Bytes of the journal that are not sealed yet."""
         journal = list((self.store / "writers" / "w0" / "journal").glob("*.open"))
-        return _bytes_of([*journal, *_files(*(self.store / "blocks").glob(".building-*"))])
+        return sum(map(disk_bytes, [*journal, *(self.store / "blocks").glob(".building-*")]))
 
     def settle(self, timeout_s: float = 120.0) -> None:
         """Wait until everything is sealed; RuntimeError where it does not come to that."""
@@ -137,7 +138,7 @@ class Line:
 
     def stored(self) -> int:
         """Bytes that the store takes on its file system."""
-        return _bytes_of(_files(self.store))
+        return disk_bytes(self.store)
 
     def close(self, how: signal.Signals = signal.SIGTERM) -> None:
         """Stop or kill the writer."""
@@ -150,20 +151,6 @@ class Line:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-
-
-def _files(*folders: Path) -> Iterator[Path]:
-    for folder in folders:
-        for place, _, names in os.walk(folder):  # which passes over what goes meanwhile
-            yield from (Path(place) / name for name in names)
-
-
-def _bytes_of(paths: Iterable[Path]) -> int:
-    total = 0
-    for path in paths:
-        with contextlib.suppress(OSError):  # it became part of a block, or was removed
-            total += path.stat().st_blocks * 512
-    return total
 
 
 @dataclass(slots=True)

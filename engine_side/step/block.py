@@ -20,7 +20,7 @@ from engine_side import kernels
 from engine_side.step.selection import I64
 from engine_side.tap.staging import Staging
 from engine_side.transport.events import Entry
-from engine_side.transport.ring import ALIGN, DISK_ALIGN
+from engine_side.transport.ring import ALIGN, DISK_ALIGN, aligned
 from schemas import codecs, limits
 
 _KERNEL_BLOCK_BYTES: Final = 32 << 20
@@ -144,8 +144,3 @@ class EntryRows:
     def index_bytes(self) -> int:
         """Bytes that the row numbers take in the burst's region."""
         return aligned(8 * self.block.n) if self.gathered else 0
-
-
-def aligned(nbytes: int, to: int = ALIGN) -> int:
-    """Round bytes up to a multiple."""
-    return -(-nbytes // to) * to

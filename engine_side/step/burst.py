@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from engine_side.step.block import EntryRows, aligned
+from engine_side.step.block import EntryRows
 from engine_side.step.selection import I64
 from engine_side.transport.events import Run
-from engine_side.transport.ring import ALIGN, view
+from engine_side.transport.ring import ALIGN, aligned, view
 
 _STEPS_AHEAD: Final = 16  # steps whose positions are worked out at once
 

@@ -67,7 +67,7 @@ class Ring:
 
         ``alignment``: what ``offset`` is a multiple of, ``ALIGN`` or ``DISK_ALIGN``.
         """
-        nbytes = -(-nbytes // ALIGN) * ALIGN
+        nbytes = aligned(nbytes)
         start = self.head % self.capacity
         skip = -start % alignment
         if start + skip + nbytes > self.capacity:
@@ -95,6 +95,11 @@ class Ring:
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
+
+
+def aligned(nbytes: int, to: int = ALIGN) -> int:
+    """Round bytes up to a multiple."""
+    return -(-nbytes // to) * to
 
 
 def view(memory: torch.Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
