@@ -73,6 +73,8 @@ class Beside:
     def __init__(self, kind: str, store: Path) -> None:
         self.process = subprocess.Popen([sys.executable, "-m", "bench.sustained.beside", kind, str(store)], cwd=ROOT,
                                         stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.process.stdout.readline()  # it listens to SIGTERM
 
     def close(self) -> dict[str, Any]:
         """End it; what it read. RuntimeError where it failed."""
@@ -99,6 +101,7 @@ def main() -> None:
         rows_read, not_there = rows_read + rows, not_there + missing
 
     signal.signal(signal.SIGTERM, stop)
+    print("begins", flush=True)
     {"readers": readers, "loader": loader}[kind](store, lambda: ended, count)
     print(json.dumps({"rows_s": rows_read / (time.monotonic() - began), "rows": rows_read, "not_there": not_there}))
 
