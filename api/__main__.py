@@ -24,6 +24,7 @@ from schemas import limits
 from schemas.bucket.places import is_url
 from schemas.codecs import check_installed
 from schemas.errors import StartError
+from schemas.native import loops
 
 
 def flags() -> argparse.ArgumentParser:
@@ -69,6 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_installed()
         config = _config(vars(args))
+        loops.begin()
         app = create_app(config)
         listening = _listen(config)
     except StartError as error:

@@ -2,10 +2,10 @@
 narrower or wider. Each is one call that leaves the interpreter alone.
 
 In Python each piece takes a call and objects, three times what hashing 4 KB takes. NumPy goes over blocks twice. numba,
-which comes with vLLM, compiles ``schemas.native.compiled``. That takes a second of a processor and 70 MB of memory,
-once in a process. So it is done only for a process that hashes many pieces, in a thread beside it. Where it cannot be
-done, everything goes on in Python. The causes: no numba, an xxhash without the functions, or memory that may not become
-code.
+which comes with vLLM, compiles ``schemas.native.compiled``. That takes one or two seconds of a processor and 70 MB of
+memory, once in a process. So it is done only for the HTTP service, at its start, and for a process that hashes many
+pieces. A thread does it. Where it cannot be done, everything goes on in Python. The causes: no numba, an xxhash without
+the functions, or memory that may not become code.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Loops", "load", "loops_for"]
+__all__ = ["Loops", "begin", "load", "loops_for"]
 
 pieces_before: Final = 1 << 16  # hashed in Python, before compiling the loops is worth it
 fork_waits_s: Final = 30.0  # at most, for the loops: should who forks hold what the thread needs, the fork goes on
@@ -177,17 +177,26 @@ _wanted = 0
 
 def loops_for(pieces: int) -> Loops | None:
     """The loops, for who is about to hash so many pieces; None while they are not made, or where they cannot be."""
-    global _maker, _wanted
+    global _wanted
     if _loops is not None or _maker is not None:
         return _loops
     with _lock:
         _wanted += pieces
-        if _wanted < pieces_before or _maker is not None:
-            return None
-        _maker = threading.Thread(target=load, name="native-loops")
-        with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
-            _maker.start()
+    if _wanted >= pieces_before:
+        begin()
     return None
+
+
+def begin() -> None:
+    """Begin to make the loops in a thread of its own, once. A server does so at its start: the thread needs the
+    interpreter, so requests beside it would wait for up to 0.2 s.
+    """
+    global _maker
+    with _lock:
+        if _maker is None:
+            _maker = threading.Thread(target=load, name="native-loops")
+            with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
+                _maker.start()
 
 
 def load() -> Loops | None:

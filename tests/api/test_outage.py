@@ -17,6 +17,7 @@ import pytest
 
 from schemas.ids import new_ulid
 from tests.support.api_stack import ROOT, Stack, running
+from tests.support.store_helpers import until
 
 SPEC = {"sites": ["resid_post"]}
 
@@ -38,6 +39,19 @@ def bare(tmp_path: Path) -> Iterator[Stack]:
     for process in stack.processes.values():
         process.stop()
     shutil.rmtree(sockets)
+
+
+def test_the_loops_over_rows_are_compiled_at_its_start(tmp_path: Path) -> None:
+    """Not beside the first slices, which would wait for the interpreter."""
+    command = [sys.executable, "-m", "api", "--store", str(tmp_path), "--endpoint", f"ipc://{tmp_path}/w",
+               "--port", "0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline().startswith("api ready")
+            assert until(lambda: "llvmlite" in Path(f"/proc/{process.pid}/maps").read_text())
+        finally:
+            process.terminate()
+    assert process.returncode == 0
 
 
 def test_alone_it_lives_and_says_what_it_lacks(bare: Stack) -> None:

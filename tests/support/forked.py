@@ -24,6 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from schemas.native.loops import load
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 # They start nothing when they are imported.
 MODULES: Final = ("api", "tests.support.upstream_server", "tests.support.writers.broken", "vllm_tap", "writer_service")
@@ -99,6 +101,8 @@ def serve(module: str, asked: socket.socket) -> None:
     name = f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
     importlib.import_module(name)
     del sys.modules[name]  # each child runs it anew
+    if module == "api":
+        load()  # as each child would, for two seconds of a processor
     gc.collect()
     gc.freeze()  # children share what is there
     while True:
