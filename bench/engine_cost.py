@@ -14,7 +14,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ class Result:
     series: dict[str, dict[str, Series]] = field(default_factory=dict)  # by load, by scenario
     memory: dict[str, list[dict[str, int]]] = field(default_factory=dict)  # by engine, as iterations went on
     logprobs: dict[str, float] = field(default_factory=dict)  # the largest shift from the base's, by engine
-    dropped: Counter[str] = field(default_factory=Counter)  # rows that are missing, by scenario and reason
+    dropped: dict[str, int] = field(default_factory=dict)  # rows that are missing, by scenario and reason
     bad: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -151,7 +150,8 @@ def standing(names: Sequence[str], pairs: int, shape: str, loads: Sequence[str],
             last = process.close()
             if not last and name not in result.failed and ENGINES[name].arm:
                 result.bad.append(f"{name}: its engine did not end well: what it dropped is not known")
-            result.dropped.update(last.get("dropped", {}))
+            for where, rows in last.get("dropped", {}).items():
+                result.dropped[where] = result.dropped.get(where, 0) + rows
             result.bad += last.get("bad", [])
 
         def wait(processes: dict[str, Process], name: str) -> None:

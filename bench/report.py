@@ -67,7 +67,7 @@ def markdown(result: Result) -> str:
         text.append(f"- the device, all engines that stand on it: {base[0]['device'] / 2**30:.2f} → "
                     f"{base[-1]['device'] / 2**30:.2f} GiB")
     by_reason = "".join(f"; {where}: {rows:,}" for where, rows in result.dropped.items())
-    text += [f"- rows missing in all captures: {result.dropped.total():,}{by_reason}",
+    text += [f"- rows missing in all captures: {sum(result.dropped.values()):,}{by_reason}",
              f"- captures that do not add up, or rows of other tokens: {len(result.bad)} {result.bad[:3] or ''}"]
     text += [f"- {name}: log-probability of the first sampled token moves by at most {shift:.2g}"
              for name, shift in result.logprobs.items()]
