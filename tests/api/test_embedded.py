@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,12 +35,14 @@ from api.errors import ApiError
 from api.page_files import FILES
 from schemas.errors import StartError
 from schemas.ids import new_ulid
+from schemas.native import loops as native_loops
 from schemas.read.reader import StoreReader
 from schemas.store.paths import endpoint_name
 from tests.support.api_stack import ROOT, Stack, stack_in
 from tests.support.processes import runs
 from tests.support.store_helpers import until
 from vllm_tap.serve.endpoint_plugin import CaptureRoutes, config_of, writer_of
+from vllm_tap.serve.services import make_socket_dir
 from writer_service import fs
 from writer_service.recover import store_lock
 
@@ -465,6 +468,23 @@ def test_its_lines_go_where_vllms_go(monkeypatch: pytest.MonkeyPatch) -> None:
     attached(monkeypatch, VLLM_TAP_ENDPOINT="ipc:///nowhere")
     for name in ("vllm.tap", "vllm_tap.api"):
         assert logging.getLogger(name).getEffectiveLevel() == logging.INFO, name
+
+
+def test_the_loops_over_rows_are_compiled_before_there_is_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                                                  ) -> None:
+    for name, value in (("_loops", None), ("_maker", None)):
+        monkeypatch.setattr(native_loops, name, value)
+    monkeypatch.setenv("VLLM_TAP_STORE", str(tmp_path / "store"))
+    sockets = make_socket_dir()
+    monkeypatch.setenv("VLLM_TAP_ENDPOINT", f"ipc://{sockets}/w")
+    plugin = CaptureRoutes()
+    try:
+        plugin.attach_router(FastAPI())
+        assert plugin._writer is not None and until(lambda: native_loops.loops_for(0)) is not None
+    finally:
+        if plugin._writer is not None:
+            plugin._writer.__exit__(None, None, None)
+        shutil.rmtree(sockets)
 
 
 def test_the_key_that_vllm_was_given_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from api.embedded import Embedded, embeddable
 from schemas import legacy
 from schemas.checks import Setting
 from schemas.errors import StartError
+from schemas.native import loops
 from vllm_tap.serve.writer_process import READY_S, WriterProcess
 from writer_service.recover.store_lock import is_free, listens
 
@@ -53,6 +54,7 @@ class CaptureRoutes:
         logging.getLogger("vllm_tap").parent = logging.getLogger("vllm")
         try:
             config = config_of(os.environ)
+            loops.begin()
             self._writer = writer_of(config)
             app.add_middleware(Embedded, **embeddable(config, lambda: self._keyed))
         except Exception as error:
