@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import os
 import runpy
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine_side.config import GROUP
+from schemas.native import loops
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "tests" / "support" / "start"  # a module of this name is read at the start of every Python below
@@ -44,3 +45,27 @@ def settings_stay(request: pytest.FixtureRequest) -> Iterator[None]:
                if before.get(name) != after.get(name)}
     assert not changed, f"{request.node.nodeid} changed settings, from and to: {changed}"
     assert last == folder, f"{request.node.nodeid} left the working directory {last}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None, object, object]:
+    """Fixtures of a test: see ``pytest_runtest_call``."""
+    found = yield
+    _loops_made()
+    return found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """A test; a thread that it began has imported numba when it ends. Imports make loggers, and before a teardown pytest
+    iterates over all of them.
+    """
+    try:
+        return (yield)
+    finally:
+        _loops_made()
+
+
+def _loops_made() -> None:
+    if loops._maker is not None and loops._maker.ident is not None:
+        loops._maker.join()
