@@ -57,8 +57,8 @@ def pytest_runtest_setup() -> Generator[None, object, object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None, object, object]:
-    """A test; a thread that it began has imported numba when it ends. Imports make loggers, and before a teardown pytest
-    iterates over all of them.
+    """A test; a thread that it began has imported numba when it ends. Imports make loggers, over which pytest iterates
+    before a teardown.
     """
     try:
         return (yield)
