@@ -35,7 +35,7 @@ from schemas import codecs, limits
 from schemas.catalog.records import connect_write
 from schemas.catalog.tables import CATALOG_VERSION, DDL
 from schemas.ids import new_ulid
-from schemas.native.loops import loops_for
+from schemas.native.loops import load
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.read.segment_maps import SegmentMaps
 from schemas.spec import Armed, Resolved
@@ -261,8 +261,7 @@ def slices(store: Path, captures: list[str], codec: str, rounds: int) -> dict[st
                 reader.slice(capture, SITE, [layer])
         for data in floor.files.values():
             data[::mmap.PAGESIZE].max()
-        while loops_for(0) is None:  # they are compiled beside the reads, once in a process
-            time.sleep(0.1)
+        load()  # compiled once in a process, beside the reads otherwise
         for numbers in (False, True):
             for name, (times, make) in reads.items():
                 found[name + ", as float32" * numbers] = in_turns(times, lambda: make(numbers))  # noqa: B023

@@ -193,7 +193,7 @@ def begin() -> None:
     """
     global _maker
     with _lock:
-        if _maker is None:
+        if _maker is None and _loops is None:
             _maker = threading.Thread(target=load, name="native-loops")
             with contextlib.suppress(RuntimeError):  # no more threads may be started, or the interpreter is at its end
                 _maker.start()

@@ -472,8 +472,8 @@ def test_its_lines_go_where_vllms_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_loops_over_rows_are_compiled_before_there_is_traffic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                   ) -> None:
-    for name, value in (("_loops", None), ("_maker", None)):
-        monkeypatch.setattr(native_loops, name, value)
+    for name in ("_loops", "_maker"):
+        monkeypatch.setattr(native_loops, name, None)
     monkeypatch.setenv("VLLM_TAP_STORE", str(tmp_path / "store"))
     sockets = make_socket_dir()
     monkeypatch.setenv("VLLM_TAP_ENDPOINT", f"ipc://{sockets}/w")
