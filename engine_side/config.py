@@ -41,7 +41,7 @@ SETTINGS: Final[dict[str, Setting]] = {
     "VLLM_TAP_RING_BYTES": Setting(
         "the engine's own", "bytes", "Memory for encoded rows that wait for the writer, of all ranks of a host "
         "together. On a CPU: 256 MiB. On a GPU: by [what the store takes]"
-        "(../explain/tap.md#what-it-costs-when-it-cannot-keep-up), 2 to 4.2 times the scratch, 256 MiB to 16 GiB, "
+        "(../explain/tap.md#what-it-costs-when-it-cannot-keep-up), 2 to 4.2 full steps of `raw16`, 256 MiB to 16 GiB, "
         "at most a quarter of the free memory. If it is full, `VLLM_TAP_ON_FULL` decides.", "--ring-bytes"),
     "VLLM_TAP_SCRATCH_BYTES": Setting(
         "the engine's own", "bytes", "Memory on a GPU for encoded rows that wait for their copy to the CPU. Default: "

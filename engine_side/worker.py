@@ -122,7 +122,8 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
         if 0 < value < 4 * row * among:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: must be at least {4 * row * among}, four rows of all "
                              f"layers ({row * among} bytes each)")
-    nbytes, why = ring_size(config, 0 if scratch is None else scratch.capacity)
+    largest = max((buffer.nbytes for buffer in staging.buffers.values()), default=0)
+    nbytes, why = ring_size(config, 0 if scratch is None else largest)
     size = nbytes // ranks
     logger.info("vllm-tap: the ring to the writer has %s MiB: %s%s", f"{size / 2**20:,.0f}", why,
                 f"; shared by {ranks} ranks" if ranks > 1 else "")

@@ -27,7 +27,7 @@ from engine_side.step.block import layout_of
 from engine_side.step.capture_lifecycle import End
 from engine_side.step.recorder import Recorder
 from engine_side.step.selection import Step, plan_of
-from engine_side.tap.budget import ring_bytes, scratch_bytes
+from engine_side.tap.budget import ring_bytes
 from engine_side.tap.staging import Staging
 from engine_side.transport.device_copies import DeviceToHost
 from engine_side.transport.ring import Ring, view
@@ -89,8 +89,7 @@ class Played:
 
 def default_ring(shape: str) -> int:
     """Bytes that an engine of this shape takes on a GPU."""
-    size = SHAPES[shape].layers * _STEP_TOKENS * SHAPES[shape].hidden * 2
-    return ring_bytes(scratch_bytes(size), free_bytes())
+    return ring_bytes(SHAPES[shape].layers * _STEP_TOKENS * SHAPES[shape].hidden * 2, free_bytes())
 
 
 class PlayedEngine:

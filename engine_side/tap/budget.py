@@ -32,27 +32,28 @@ def scratch_bytes(site: int) -> int:
     return min(max(site * 9 // 16, _SCRATCH_BYTES_MIN), _SCRATCH_BYTES_MAX)
 
 
-def ring_bytes(scratch: int, free: int, rate: float = 0.0) -> int:
+def ring_bytes(step: int, free: int, rate: float = 0.0) -> int:
     """Host memory for rows on their way: ``ring_choice`` without its reason."""
-    return ring_choice(scratch, free, rate)[0]
+    return ring_choice(step, free, rate)[0]
 
 
-def ring_choice(scratch: int, free: int, rate: float = 0.0) -> tuple[int, str]:
+def ring_choice(step: int, free: int, rate: float = 0.0) -> tuple[int, str]:
     """Bytes of a ring whose size is not set, and why so many.
 
-    The ring has room for two full steps, of ``scratch`` bytes each (0 on a CPU). If the store's ``rate`` (bytes a
-    second) is known, there may be more room. It is for up to four steps where the store takes longer than a second for
-    one, because the next prompts come meanwhile. It is also for what the store takes in half a second, up to a step:
-    that is held until it is synced. The ring has at most a quarter of the ``free`` bytes of memory, but never less than
-    ``RING_BYTES_MIN`` nor more than ``RING_BYTES_MAX``.
+    The ring has room for two full steps, of ``step`` bytes each (0 on a CPU): a site's staging, as ``raw16`` has it,
+    since the codecs that requests will name are not known. If the store's ``rate`` (bytes a second) is known, there
+    may be more room. It is for up to four steps where the store takes longer than a second for one, because the next
+    prompts come meanwhile. It is also for what the store takes in half a second, up to a step: that is held until it
+    is synced. The ring has at most a quarter of the ``free`` bytes of memory, but never less than ``RING_BYTES_MIN``
+    nor more than ``RING_BYTES_MAX``.
     """
-    if not scratch:
+    if not step:
         return RING_BYTES_MIN, "the least, as on every CPU"
-    steps = min(max(_RING_STEPS_MIN, 1 + scratch / rate), _RING_STEPS_MAX) if rate else _RING_STEPS_MIN
-    wanted = round(steps * scratch + min(rate * _RING_SYNC_S, scratch))
+    steps = min(max(_RING_STEPS_MIN, 1 + step / rate), _RING_STEPS_MAX) if rate else _RING_STEPS_MIN
+    wanted = round(steps * step + min(rate * _RING_SYNC_S, step))
     found = max(RING_BYTES_MIN, min(wanted, free // 4, RING_BYTES_MAX))
     known = f"the store takes {rate / 1e6:,.0f} MB/s" if rate else "what the store takes was not known"
-    why = f"room for {steps:.3g} full steps of {scratch / 2**20:,.0f} MiB, as {known}"
+    why = f"room for {steps:.3g} full steps of {step / 2**20:,.0f} MiB, as {known}"
     if found > wanted:
         return found, f"the least; {why}, would be less"
     if found < wanted:

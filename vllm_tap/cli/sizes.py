@@ -68,16 +68,13 @@ def sizes(
 
 def lines(found: Sizes) -> list[str]:
     """The sizes as a table of sites and a line for each kind of memory."""
-    from engine_side.tap.budget import RING_BYTES_MAX, ring_bytes
     from vllm_tap.cli.show import ranges
     from vllm_tap.sizes import size_text
 
     width = max(len(each.codec) for each in found.sites)
     table = [f"{each.site:<14} {len(each.layers):>3} layers ({ranges(each.layers)}) × {each.width:<6} "
              f"{each.codec:<{width}} {each.token_bytes:>11,} bytes a token" for each in found.sites]
-    # The largest is that of a store which takes three seconds for a step.
-    most = ring_bytes(found.scratch_bytes, 4 * RING_BYTES_MAX, found.scratch_bytes / 3)
-    more = f" to {_binary(most)}, by what the store takes" if most > found.ring_bytes else ""
+    more = f" to {_binary(most)}, by what the store takes" if (most := found.ring_bytes_max) > found.ring_bytes else ""
     armed = ", ".join(f"{site} × {layers}" for site, layers in found.armed.items())
     return [
         f"{found.model}, {found.dtype}", "", *table, "",

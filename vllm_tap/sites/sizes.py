@@ -7,7 +7,7 @@ from typing import Final
 
 from msgspec import structs
 
-from engine_side.tap.budget import STAGING_BYTES_MAX, ring_bytes, scratch_bytes, staging_sizes
+from engine_side.tap.budget import RING_BYTES_MAX, STAGING_BYTES_MAX, ring_bytes, scratch_bytes, staging_sizes
 from schemas.codecs import row_bytes
 from schemas.errors import ArgumentError, SpecError
 from schemas.sites import ask_site, site_meant
@@ -36,7 +36,8 @@ class Sizes:
     """Bytes of a capture with these sites, and of the taps for it, on one GPU without tensor parallelism.
 
     ``token_bytes`` of encoded rows for one token; ``day_bytes`` of those at ``rate`` captured tokens a second.
-    ``staging_bytes`` and ``scratch_bytes`` are on the GPU, ``ring_bytes`` is shared memory of the host at most.
+    ``staging_bytes`` and ``scratch_bytes`` are on the GPU. ``ring_bytes`` to ``ring_bytes_max``, by what the store
+    takes, are shared memory of the host.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Sizes:
     scratch_bytes: int
     budget_bytes: int
     ring_bytes: int
+    ring_bytes_max: int
 
     @property
     def refused(self) -> bool:
@@ -90,10 +92,15 @@ def size(config: ModelConfig, spec: CaptureSpec, arm: tuple[str, ...] = (), *, s
         for site, layers in resolved.layers.items())
     taps = armed.sites if arm else resolved.layers
     staging = staging_sizes({site: widths[site] for site in taps}, taps, step_tokens, _ITEMSIZE)
-    scratch, token = scratch_bytes(max(staging.values())), sum(each.token_bytes for each in captured)
+    step, token = max(staging.values()), sum(each.token_bytes for each in captured)
     return Sizes(name, dtype, captured, token, rate, round(token * rate * _DAY_S), step_tokens,
-                 {site: len(layers) for site, layers in taps.items()}, sum(staging.values()), scratch,
-                 STAGING_BYTES_MAX, ring_bytes(scratch, 8 * scratch))
+                 {site: len(layers) for site, layers in taps.items()}, sum(staging.values()), scratch_bytes(step),
+                 STAGING_BYTES_MAX, *_rings(step))
+
+
+def _rings(step: int) -> tuple[int, int]:
+    """Bytes of rings for such steps: of an unknown store, and of one that takes three seconds a step (the most)."""
+    return ring_bytes(step, 8 * step), ring_bytes(step, 4 * RING_BYTES_MAX, step / 3)
 
 
 def _had(config: ModelConfig, site: str, layers: list[int]) -> list[int]:
