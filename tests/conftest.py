@@ -9,10 +9,12 @@ import runpy
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from engine_side.config import GROUP
 from schemas.native import loops
+from tests.support.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[1]
 START = ROOT / "tests" / "support" / "start"  # a module of this name is read at the start of every Python below
@@ -20,6 +22,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(START), str(ROOT), 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # processes outnumber cores
     os.environ.setdefault(name, "1")
 runpy.run_path(str(START / "sitecustomize.py"))  # this process has started already
+for _phase in ("connect", "read", "write", "pool"):  # of requests that name no limit: httpx gives up after 5 s
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _phase, PATIENCE_S)
 
 _OURS = ("VLLM_TAP_", "VLLM_ACT_", "VLLM_PLUGINS", "VLLM_ENABLE_V1_MULTIPROCESSING", "XDG_", "HF_HUB_CACHE", "TMPDIR")
 

@@ -21,6 +21,7 @@ from schemas.read.reader import StoreReader
 from schemas.wire.engine_info import Proved
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import engine_info
+from tests.support.processes import PATIENCE_S
 from vllm_tap import Client
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
@@ -32,7 +33,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield stack
 
 
-def eventually(look: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def eventually(look: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
     end_s = time.monotonic() + timeout_s
     while not look():
         if time.monotonic() > end_s:
@@ -168,7 +169,7 @@ def test_what_names_no_row_is_legal_and_ends_as_empty(stack: Stack, spec: dict[s
     events = stack.http.get(f"/v1/captures/{body['id']}/events").text
     assert events.startswith("event: finish") and '"status":"empty"' in events
     with Client(stack.url) as client:
-        assert client.capture(body["id"]).wait(20).status == "empty"
+        assert client.capture(body["id"]).wait(PATIENCE_S).status == "empty"
 
 
 def test_pages_of_a_status_that_is_no_column(stack: Stack) -> None:

@@ -39,7 +39,7 @@ from schemas.native import loops as native_loops
 from schemas.read.reader import StoreReader
 from schemas.store.paths import endpoint_name
 from tests.support.api_stack import ROOT, Stack, stack_in
-from tests.support.processes import runs
+from tests.support.processes import PATIENCE_S, runs
 from tests.support.store_helpers import until
 from vllm_tap.serve.endpoint_plugin import CaptureRoutes, config_of, writer_of
 from vllm_tap.serve.services import make_socket_dir
@@ -63,7 +63,7 @@ def server(folder: Path, *more: str, key: str = "") -> Iterator[Stack]:
         stack.processes["writer"].wait_ready()
         stack.start_upstream("bfloat16", "--store", str(stack.store), *more)
         stack.url = stack.upstream_url
-        stack.http = httpx.Client(base_url=stack.url, timeout=30)
+        stack.http = httpx.Client(base_url=stack.url, timeout=PATIENCE_S)
         if key:
             stack.http.headers["authorization"] = f"Bearer {key}"
         assert until(lambda: stack.http.get("/v1/capabilities").json().get("engine"))
@@ -224,7 +224,7 @@ def test_metrics_are_among_the_servers_own(
         assert found["vllm_tap_api_writer_alive"] == 1 and found["vllm_tap_api_control_pending"] == 0
         assert ("python_info" in stack.http.get("/metrics").text) == (processes == "one")  # the server's are there too
         stack.processes["writer"].kill()
-        assert until(lambda: metrics_of(stack)["vllm_tap_api_writer_alive"] == 0, 20)
+        assert until(lambda: metrics_of(stack)["vllm_tap_api_writer_alive"] == 0)
 
 
 ESCAPED = '{"model": "played", "prompt": "x", "\\u0063apture": {"sites": ["resid_post"]}}'

@@ -17,6 +17,7 @@ import pytest
 
 from schemas.ids import new_ulid
 from tests.support.api_stack import ROOT, Stack, running
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import until
 
 SPEC = {"sites": ["resid_post"]}
@@ -88,7 +89,7 @@ def test_the_writer_dies_and_comes_back(stack: Stack) -> None:
     assert "writer" in stack.http.get("/readyz").json()["error"]["message"]
     stack.start_writer()
     stack.processes["writer"].wait_ready()
-    end_s = time.monotonic() + 15
+    end_s = time.monotonic() + PATIENCE_S
     while stack.http.get("/readyz").status_code != 200:
         assert time.monotonic() < end_s
         time.sleep(0.1)
@@ -121,7 +122,7 @@ def test_upstream_dies(stack: Stack) -> None:
     assert (broken.status_code, broken.json()["error"]["code"]) == (502, "upstream_broken")
     refused = stack.complete("x", capture={**SPEC, "id": ulid})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_unavailable")
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + PATIENCE_S
     while (body := stack.http.get(f"/v1/captures/{ulid}").json()).get("status") != "failed":
         assert time.monotonic() < end_s, body
         time.sleep(0.05)
@@ -134,7 +135,7 @@ def test_a_stop_with_a_request_in_flight_is_quick_and_ends_it_upstream(stack: St
 
     def ask() -> None:
         try:
-            httpx.post(f"{stack.url}/v1/completions", timeout=60, json={
+            httpx.post(f"{stack.url}/v1/completions", timeout=PATIENCE_S, json={
                 "model": "played", "prompt": "x", "stream": stream, "max_tokens": 100, "play": {"delay_s": 5},
                 "capture": {**SPEC, "id": ulid}}).raise_for_status()
         except httpx.HTTPError as error:
@@ -148,7 +149,7 @@ def test_a_stop_with_a_request_in_flight_is_quick_and_ends_it_upstream(stack: St
     assert stack.processes["api"].stop() == 0, stack.processes["api"].log.read_text()[-3000:]
     assert time.monotonic() - started_s < 8
     caller.join()
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + PATIENCE_S
     while stack.seen()[-1]["ended"] != "abort":
         assert time.monotonic() < end_s
         time.sleep(0.05)
@@ -179,7 +180,7 @@ def test_a_stop_does_not_wait_for_a_writer_that_is_away(stack: Stack) -> None:
 def test_it_refuses_to_start_with_one_clear_line(tmp_path: Path, args: list[str], says: str) -> None:
     base = ["--store", str(tmp_path), "--endpoint", "ipc:///tmp/none"]
     done = subprocess.run([sys.executable, "-m", "api", *base, *args], cwd=ROOT, capture_output=True, text=True,
-                          timeout=30)
+                          timeout=PATIENCE_S)
     assert done.returncode == 2 and not done.stdout
     assert len(done.stderr.strip().splitlines()) == 1 and says in done.stderr
 
@@ -187,7 +188,7 @@ def test_it_refuses_to_start_with_one_clear_line(tmp_path: Path, args: list[str]
 def test_a_taken_port_is_refused(bare: Stack, tmp_path: Path) -> None:
     port = bare.url.rsplit(":", 1)[1]
     done = subprocess.run([sys.executable, "-m", "api", "--store", str(tmp_path), "--endpoint", "ipc:///tmp/none",
-                           "--port", port], cwd=ROOT, capture_output=True, text=True, timeout=30)
+                           "--port", port], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and port in done.stderr and "--port" in done.stderr
 
 

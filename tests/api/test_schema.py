@@ -23,6 +23,7 @@ from api.app import create_app
 from api.config import Config
 from tests.support.api_stack import ROOT, Stack, running
 from tests.support.engines.engine_player import WIDTH
+from tests.support.processes import PATIENCE_S
 
 # What fits the description may still be refused: a stop before its start, a layer that is not there, JSON too long.
 REFUSED = ["2xx", "304", "400", "404", "406", "409", "410", "413", "416", "429", "503", "504"]
@@ -99,7 +100,8 @@ def check(case: schemathesis.Case, stack: Stack, known: list[str], answered: Cou
         if isinstance(value, list):  # of a head beyond 64 KiB the service reads no more: its refusal may be cut off
             case.query[name] = value[:500]
     case.headers.clear()  # a made-up key would go along with the true one; no other is described
-    answer = case.call_and_validate(base_url=stack.url, headers={"Authorization": f"Bearer {stack.key}"}, timeout=30)
+    answer = case.call_and_validate(base_url=stack.url, headers={"Authorization": f"Bearer {stack.key}"},
+                                    timeout=PATIENCE_S)
     answered[f"{case.method} {case.path}", answer.status_code] += 1
 
 

@@ -18,7 +18,7 @@ from schemas.read.reader import StoreReader
 from schemas.wire.curve import make_sender
 from tests.support.engines.engines import model
 from tests.support.models.reference import Reference
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE_S, free_port
 from vllm_tap.tiny_model import cache_dir
 
 ENVIRONMENT = {
@@ -65,7 +65,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
             os.environ.update(before)
             made.writer.send_signal(signal.SIGCONT)
             made.writer.terminate()
-            assert made.writer.wait(60) == 0
+            assert made.writer.wait(PATIENCE_S) == 0
             if made.writer.stdout is not None:
                 made.writer.stdout.close()
 

@@ -13,6 +13,7 @@ import xxhash
 
 from tests.faults.conftest import times
 from tests.support.api_stack import running
+from tests.support.processes import PATIENCE_S
 
 FORMATS = ("safetensors", "npy", "npz", "arrow")
 
@@ -31,7 +32,8 @@ def test_row_04_killed_in_the_middle_of_a_slice(
         assert all(answer.status_code == 200 and len(answer.content) > 7e6 for answer in whole.values())
         for kill in range(kills):
             small = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)])
-            with ExitStack() as open_answers, httpx.Client(base_url=stack.url, timeout=30, transport=small) as client:
+            with ExitStack() as open_answers, httpx.Client(base_url=stack.url,
+                                                           timeout=PATIENCE_S, transport=small) as client:
                 answers = [open_answers.enter_context(client.stream("GET", path + name)) for name in FORMATS]
                 pieces = [answer.iter_raw(1 << 14) for answer in answers]
                 came = [b"".join(next(piece) for _ in range(1 + 8 * kill)) for piece in pieces]

@@ -25,7 +25,8 @@ from tests.faults.conftest import times
 from tests.faults.nursery import Forked, Nursery
 from tests.faults.traffic import Traffic
 from tests.support.forked import tap
-from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.support.processes import PATIENCE_S
+from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, engine_info, is_erased, until
 from vllm_tap.loader.dataset import RowDataset
 from vllm_tap.loader.dataset import rows as training_rows
 from writer_service.tools.fsck import fsck
@@ -53,7 +54,7 @@ def test_row_05_a_stop_under_load(writer: Forked, traffic: Traffic, store: Path,
     stops, rows = times(2, 30), 0
     for _ in range(stops):
         traffic.send(traffic.rng.randrange(1, 120))
-        writer.end(signal.SIGTERM, timeout_s=15)
+        writer.end(signal.SIGTERM, timeout_s=PATIENCE_S)
         assert "writer stopped" in writer.log.read_text()
         assert not list((store / "writers/w0/journal").glob("*.open"))
         traffic.receive()
@@ -139,7 +140,7 @@ def test_row_06_a_disk_that_is_really_full(
                 traffic.connect()
             else:
                 ballast.unlink()
-            traffic.engine.wait(timeout_s=60)
+            traffic.engine.wait()
         traffic.settle(store)
         rows += traffic.check(store)
         writer.end(signal.SIGTERM)
@@ -169,8 +170,7 @@ def erased_on_a_full_disk(nursery: Nursery, disk: Path) -> Iterator[tuple[Path, 
             engine.delete(captures[0])
             engine.wait()
             with StoreReader(store) as reader:
-                # The catalog hears of a delete a moment after its Ack: until then nothing is to be erased either.
-                assert until(lambda: reader.captures(status="deleted") and not reader.erasing())
+                assert until(lambda: is_erased(reader, captures[0]))
         writer.end(signal.SIGTERM)
         fill(disk / "ballast", 64 << 10)
         yield store, captures, before
@@ -201,7 +201,7 @@ def test_row_06_training_where_what_was_erased_lies_on_a_full_tmpfs(
     with erased_on_a_full_disk(nursery, tmp_path / "disk") as given:
         child = multiprocessing.get_context("spawn").Process(target=train_on_what_is_left, args=given)
         child.start()
-        child.join(60)
+        child.join(PATIENCE_S)
         assert child.exitcode == 0
     record_property("times", "three datasets")
 
@@ -222,7 +222,7 @@ def test_row_08_a_limit_on_the_size_of_files(
         assert writer.alive
         stuck += traffic.engine.durable < before + 40  # where a new file began, all may have fitted into it
         resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (-1, -1))
-        traffic.engine.wait(timeout_s=60)
+        traffic.engine.wait()
     assert stuck > limits // 2
     traffic.settle(store)
     record_property("times", f"{limits} limits, {traffic.check(store)} rows compared")
@@ -272,7 +272,7 @@ def test_row_17_18_twice_and_out_of_order(
     plain.close()
     for _ in range(messages // 50):
         traffic.send(50)
-        traffic.engine.wait(timeout_s=60)
+        traffic.engine.wait()
     traffic.settle(store)
     rows = traffic.check(store)
     with StoreReader(store) as reader:
@@ -331,8 +331,8 @@ def warm_up(traffic: Traffic, store: Path) -> None:
     for start in range(0, 20_000, 2000):
         traffic.engine.frame([(capture, 1, range(start, start + 2000))])
     traffic.engine.finish(capture, end=20_000)
-    traffic.engine.wait(timeout_s=60)
-    until(lambda: not list((store / "writers/w0/journal").glob("*.open")), timeout_s=60)
+    traffic.engine.wait()
+    until(lambda: not list((store / "writers/w0/journal").glob("*.open")))
 
 
 def memory(writer: Forked) -> int:
@@ -402,7 +402,7 @@ def test_row_36_nothing_grows(
             if traffic.rng.random() < 0.1:
                 traffic.engine.dropped(capture, 4, 8)
             traffic.engine.finish(capture, end=8, reason="abort" if traffic.rng.random() < 0.1 else "stop")
-        traffic.engine.wait(timeout_s=60)
+        traffic.engine.wait()
         if number == rounds // 3:
             before = used()
     until(lambda: not list((store / "writers/w0/journal").glob("*.open")))

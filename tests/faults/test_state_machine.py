@@ -255,8 +255,8 @@ class Pipeline(RankWords, RuleBasedStateMachine):
         self.ask(rng.randrange(1 << 16), "delete")
         self.settle()
         with StoreReader(self.store) as reader:
-            assert until(lambda: not reader.erasing(), 30), "deleted rows stay"
-        assert until(lambda: len(log_numbers(self.store / journal_folder())) <= 8, 30), "logs stay"
+            assert until(lambda: not reader.erasing()), "deleted rows stay"
+        assert until(lambda: len(log_numbers(self.store / journal_folder())) <= 8), "logs stay"
         self.check(rng)
 
     def make_the_catalog_again(self, rng: random.Random) -> None:

@@ -102,11 +102,11 @@ class Traffic:
         for capture in self.captures:
             if not capture.finish:
                 self._finish(capture)
-        self.engine.wait(timeout_s=60, alive=alive)
-        self.api.wait(timeout_s=60, alive=alive)
+        self.engine.wait(alive=alive)
+        self.api.wait(alive=alive)
         with StoreReader(store) as reader:
             kept = [capture.id for capture in self.captures if not capture.delete]
-            until(lambda: not alive() or all(reader.capture(name).status != "running" for name in kept), timeout_s=30)
+            until(lambda: not alive() or all(reader.capture(name).status != "running" for name in kept))
 
     def check(self, store: Path, some: int | None = None, durable: int | None = None) -> int:
         """Assert I1–I4 of the newest captures and some others, or of all; how many rows were compared.

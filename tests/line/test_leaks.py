@@ -28,6 +28,7 @@ from schemas.read import segment_cache
 from schemas.read.reader import StoreReader
 from tests.support.api_stack import Stack, stack_in
 from tests.support.footprint import ROWS, Footprint, at_rest, footprint, weigh
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import ROOT, WriterProcess, until
 from vllm_tap import Client
 
@@ -68,7 +69,8 @@ class Traffic:
 
     def _one(self, _: int) -> None:
         if get_ident() not in self.clients:
-            self.clients[get_ident()] = httpx.Client(base_url=self.stack.url, timeout=60), Client(self.stack.url)
+            self.clients[get_ident()] = httpx.Client(base_url=self.stack.url,
+                                                     timeout=PATIENCE_S), Client(self.stack.url)
         number = next(self.number)
         self.ways[number % len(self.ways)](*self.clients[get_ident()], f"leak-{number}")
 
@@ -176,7 +178,7 @@ def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stack]:
 
 
 def sealed(stack: Stack) -> bool:
-    return until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")), 60.0)
+    return until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")))
 
 
 def looks(stack: Stack) -> dict[str, Footprint]:
@@ -184,7 +186,7 @@ def looks(stack: Stack) -> dict[str, Footprint]:
     stack.http.close()
     # The service closes connections to upstream that were not used for five seconds when it next uses one.
     time.sleep(6.0)
-    assert httpx.get(f"{stack.url}/v1/models", timeout=60).status_code == 200
+    assert httpx.get(f"{stack.url}/v1/models", timeout=PATIENCE_S).status_code == 200
     return {name: at_rest(stack.processes[name].child.pid, stack.store) for name in ("api", "writer")}
 
 
@@ -230,18 +232,18 @@ def test_a_block_that_is_removed_is_let_go_of_while_nobody_reads(stack: Stack) -
     """What is mapped stays on the disk, and is not free."""
     name = str(stack.complete([1] * 20, capture=SPEC).json()["capture"]["id"])
     pid = stack.processes["api"].child.pid
-    assert until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")), 30.0)
+    assert until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")))
     assert stack.http.get(f"/v1/captures/{name}/activations?site=resid_post").status_code == 200
     assert footprint(pid, stack.store).maps[ROWS]
     assert stack.http.delete(f"/v1/captures/{name}").status_code in (200, 202, 204)
-    assert until(lambda: not (seen := footprint(pid, stack.store)).maps[ROWS] and not seen.maps["removed"], 60.0)
+    assert until(lambda: not (seen := footprint(pid, stack.store)).maps[ROWS] and not seen.maps["removed"])
 
 
 def test_a_reader_has_no_more_files_open_than_it_may(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Frames that were parsed keep no map beside."""
     monkeypatch.setattr(segment_cache, "files_max", 12)
     names = [str(stack.complete([1] * 20, capture=SPEC).json()["capture"]["id"]) for _ in range(20)]
-    assert until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")), 30.0)
+    assert until(lambda: not list((stack.store / "writers/w0/journal").glob("*.open")))
     with StoreReader(stack.store) as reader:
         for _ in range(2):
             for name in names:

@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 
 from tests.api.page.test_page import ARGS
 from tests.support.api_stack import ROOT
+from tests.support.processes import PATIENCE_S
 from vllm_tap import tiny_model
 
 URL = "http://127.0.0.1:8290"
@@ -43,7 +44,7 @@ def main() -> int:
         "--probe", f"tone={folder / 'tone.safetensors'}", "--",
         "--dtype", "float32"])
     try:
-        end_s = time.monotonic() + 240
+        end_s = time.monotonic() + PATIENCE_S
         while not _ready():
             assert server.poll() is None and time.monotonic() < end_s, "the service does not start"
             time.sleep(1)
@@ -51,7 +52,7 @@ def main() -> int:
         captures = dict[str, str]()
         for name, prompt in (("a-question", "What is the name of the lake?"),
                              ("another-river", PROMPT.replace("river", "sea")), ("a-river-of-words", PROMPT)):
-            answer = httpx.post(f"{URL}/v1/completions", timeout=120, headers={"X-Request-Id": name}, json={
+            answer = httpx.post(f"{URL}/v1/completions", timeout=PATIENCE_S, headers={"X-Request-Id": name}, json={
                 "model": served, "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True,
                 "capture": {"sites": ["resid_post", "attn_out"], "probe": ["tone"], "tags": {"run": "picture"}}})
             assert answer.status_code == 200, answer.text
@@ -65,7 +66,7 @@ def main() -> int:
             browser.close()
     finally:
         server.terminate()
-        server.wait(30)
+        server.wait(PATIENCE_S)
         shutil.rmtree(folder)
     return 0
 

@@ -32,7 +32,7 @@ def main(endpoint: str, store: Path, captures: int) -> None:
             tapped.recorder.before_step(0)
         tapped.recorder.flush()
         with StoreReader(store) as reader:
-            assert until(lambda: reader.capture(capture).status not in ("pending", "running"), 60.0)
+            assert until(lambda: reader.capture(capture).status not in ("pending", "running"))
 
     go(captures // 2)
     before = {name: at_rest(pid, store, 1.0) for name, pid in pids.items()}

@@ -16,6 +16,7 @@ import pytest
 import typer.main
 
 from tests.support.pages.readme import blocks, commands
+from tests.support.processes import PATIENCE_S
 from vllm_tap.cli.main import app
 
 ROOT = Path(__file__).parents[2]
@@ -248,6 +249,19 @@ def test_nothing_is_ever_unpickled() -> None:
 def test_tests_use_real_parts() -> None:
     wrong = [str(path) for path in (ROOT / "tests").rglob("*.py")
              if any(name.startswith(("unittest.mock", "mock")) for name in imports(path))]
+    assert wrong == []
+
+
+def test_no_test_depends_on_how_fast_the_machine_is() -> None:
+    """What has to come is waited for as long as PATIENCE_S says; a short limit is for what must not come."""
+    wrong = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        if "compose" in path.name or path.name == "test_strace.py":  # builds; a stop that a fault may hold up for ever
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg in ("timeout", "timeout_s") and isinstance(
+                    node.value, ast.Constant) and 10 < (node.value.value or 0) < PATIENCE_S:
+                wrong.append(f"{path}:{node.value.lineno}: {node.arg}={node.value.value}")
     assert wrong == []
 
 

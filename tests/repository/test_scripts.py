@@ -15,7 +15,7 @@ import pytest
 
 from engine_side.config import from_environment
 from tests.support.pages.readme import ROOT, blocks
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE_S, free_port
 from tests.support.store_helpers import until
 
 PAGES = sorted(str(path.relative_to(ROOT)) for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -30,7 +30,7 @@ def test_bash_reads_every_script(page: str) -> None:
         for text in (script, *re.findall(r"bash -c '([^']*)'", script)):
             for program in (["bash", "-n"], ["shellcheck", "--shell=bash", "--severity=error", "-"]):
                 if shutil.which(program[0]):
-                    done = subprocess.run(program, input=text, capture_output=True, text=True, timeout=60)
+                    done = subprocess.run(program, input=text, capture_output=True, text=True, timeout=PATIENCE_S)
                     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -68,8 +68,8 @@ def test_the_script_for_slurm_starts_every_rank_with_the_settings_of_the_page(tm
         env=plain | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": job, "PYTHON": sys.executable,
                      "SLURM_JOB_NODELIST": "two", "SEEN": str(tmp_path / "seen.py")})
     try:
-        assert until(lambda: (tmp_path / "seen-1.json").exists() and (tmp_path / "seen-0.json").exists(), 90)
-        assert started.wait(30) == 0
+        assert until(lambda: (tmp_path / "seen-1.json").exists() and (tmp_path / "seen-0.json").exists())
+        assert started.wait(PATIENCE_S) == 0
         for node, last in ((0, ["--port", "8000"]), (1, ["--headless"])):
             said, settings = json.loads((tmp_path / f"seen-{node}.json").read_text())
             assert said == ["serve", "MODEL", "--tensor-parallel-size", "2", "--nnodes", "2", "--node-rank", str(node),

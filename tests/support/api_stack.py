@@ -17,6 +17,7 @@ import httpx
 from api.auth.keys import make_key
 from schemas.store.paths import KEYS_FILE
 from tests.support.forked import started
+from tests.support.processes import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,7 +44,7 @@ class Process:
 
     def wait_ready(self) -> str:
         """The last word of the ready line: its URL or endpoint."""
-        if not self.ready.wait(120) or not self.said:
+        if not self.ready.wait(PATIENCE_S) or not self.said:
             raise AssertionError(f"not ready: {self.log.read_text()[-2000:]}")
         return self.said.split()[-1]
 
@@ -51,7 +52,7 @@ class Process:
         """SIGTERM, and SIGKILL if that does not help; the exit status."""
         self.child.terminate()
         try:
-            self.child.wait(15)
+            self.child.wait(PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.child.kill()
         return self._gone()
@@ -109,11 +110,12 @@ class Stack:
         self.processes["api"] = Process(args, self.store.parent / "api.log")
         self.url = self.processes["api"].wait_ready()
         self.http.close()
-        self.http = httpx.Client(base_url=self.url, timeout=30, headers={"x-api-key": self.key} if self.key else None)
+        self.http = httpx.Client(base_url=self.url,
+                                 timeout=PATIENCE_S, headers={"x-api-key": self.key} if self.key else None)
 
     def wait_ready(self) -> None:
         """Until generations with captures are served."""
-        end_s = time.monotonic() + 60
+        end_s = time.monotonic() + PATIENCE_S
         while (answer := self.http.get("/readyz")).status_code != 200:
             assert time.monotonic() < end_s, answer.text
             time.sleep(0.05)

@@ -22,7 +22,7 @@ from email.utils import formatdate, parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE_S, free_port
 
 SERVER = os.environ.get("TAP_S3_SERVER") or next(
     (str(path) for path in [Path(__file__).resolve().parents[2] / ".s3" / "bin" / "moto_server"] if path.exists()),
@@ -85,10 +85,10 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
                 self.end_headers()
                 return
             if fault == "slow":
-                made.let_go.wait(60)
+                made.let_go.wait(PATIENCE_S)
             if fault == "flip":
                 body = body[:-1] + bytes([body[-1] ^ 1])
-            line = http.client.HTTPConnection("127.0.0.1", made.upstream, timeout=60)
+            line = http.client.HTTPConnection("127.0.0.1", made.upstream, timeout=PATIENCE_S)
             line.request(self.command, self.path, body, {name: value for name, value in self.headers.items() if not (
                 fault == "heedless" and name.lower().startswith("if-"))})
             answer = line.getresponse()
@@ -135,10 +135,10 @@ def proxy(upstream: int) -> Iterator[FaultProxy]:
 
 def _ask_until_it_answers(process: subprocess.Popen[bytes], request: Callable[[], urllib.request.Request]) -> None:
     """Ask a server that is starting until it does what is asked."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            urllib.request.urlopen(request(), timeout=60).close()
+            urllib.request.urlopen(request(), timeout=PATIENCE_S).close()
             return
         except OSError as error:
             assert time.monotonic() < deadline and process.poll() is None, error

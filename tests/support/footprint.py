@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.processes import PATIENCE_S
+
 ROWS = "rows of the store"
 
 
@@ -52,7 +54,7 @@ def footprint(pid: int, store: Path) -> Footprint:
     return Footprint(files, maps, unnamed, int(status[1]) << 10)
 
 
-def at_rest(pid: int, store: Path, quiet_s: float = 2.0, timeout_s: float = 60.0) -> Footprint:
+def at_rest(pid: int, store: Path, quiet_s: float = 2.0, timeout_s: float = PATIENCE_S) -> Footprint:
     """Once what it has open has not changed for a while."""
     end_s = time.monotonic() + timeout_s
     found, since_s = footprint(pid, store), time.monotonic()

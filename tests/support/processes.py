@@ -1,4 +1,4 @@
-"""Processes of this machine, as /proc shows them, and ports for them."""
+"""Processes of this machine, as /proc shows them, ports for them, and how long they are waited for."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import random
 import signal
 import socket
 from pathlib import Path
+from typing import Final
 
+# What has to come is waited for so long, whatever the machine does beside it; only a failure takes it.
+PATIENCE_S: Final = 300.0
 _drawn = random.SystemRandom()  # each of several processes its own
 _told = set[int]()
 

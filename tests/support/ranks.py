@@ -188,7 +188,7 @@ class LivingRanks(Ranks):
                     rank.part_finish(capture)
             self.leader.finish(capture, end, end + 1 - prompt_len)
             for rank in having:
-                rank.wait(timeout_s=60)
+                rank.wait()
 
     def __enter__(self) -> LivingRanks:
         super().__enter__()

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from tests.support.processes import PATIENCE_S
+
 
 @contextmanager
 def serving(words: Sequence[str], environment: Mapping[str, str], ready_s: float = 240
@@ -33,7 +35,7 @@ def serving(words: Sequence[str], environment: Mapping[str, str], ready_s: float
         assert ready.wait(ready_s) and process.poll() is None, "\n".join(lines[-40:])
         yield process, lines
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0, "\n".join(lines[-40:])
+        assert process.wait(PATIENCE_S) == 0, "\n".join(lines[-40:])
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

@@ -23,12 +23,14 @@ import zmq
 from schemas import codecs
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
+from schemas.read.reader import StoreReader
 from schemas.spec import Armed, Resolved
 from schemas.wire.engine_info import EngineInfo
 from schemas.wire.messages import Ack, Bye, Frame, Hello, Ping, Refuse, StreamPart, Welcome, decode_from_writer, encode
 from schemas.wire.records import ClientFinish, Delete, Dropped, Finish, Open, Own
 from schemas.wire.row_table import FLAG_DRAFT, RowTable
 from tests.support.forked import started
+from tests.support.processes import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "tests" / "support" / "writers"  # writers that fail, are slow, lack something
@@ -38,7 +40,7 @@ SITE = "resid_post"
 T = TypeVar("T")
 
 
-def until(condition: Callable[[], T], timeout_s: float = 30.0) -> T:
+def until(condition: Callable[[], T], timeout_s: float = PATIENCE_S) -> T:
     """What the condition gives once it is true, or at last after the timeout.
 
     A capture that is not there is waited for like anything else: the catalog follows an engine's Ack a moment later.
@@ -52,6 +54,14 @@ def until(condition: Callable[[], T], timeout_s: float = 30.0) -> T:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.02)
+
+
+def is_erased(reader: StoreReader, *captures: str) -> bool:
+    """Whether the captures are deleted, and nothing is left to be erased.
+
+    The catalog hears of a delete a moment after its Ack: until then nothing is to be erased either.
+    """
+    return all(map(reader.is_deleted, captures)) and not reader.erasing()
 
 
 def output_tokens(count: int) -> bytes:
@@ -97,7 +107,7 @@ class WriterProcess:
     def stop(self) -> str:
         """A clean stop; what it printed."""
         self.process.send_signal(signal.SIGTERM)
-        out, err = self.process.communicate(timeout=30)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         assert self.process.returncode == 0, err
         return out
 
@@ -261,7 +271,7 @@ class Sender:
         return int(message.seq)
 
     def wait(
-        self, seq: int | None = None, timeout_s: float = 20.0, alive: Callable[[], bool] = lambda: True
+        self, seq: int | None = None, timeout_s: float = PATIENCE_S, alive: Callable[[], bool] = lambda: True
     ) -> None:
         """Until ``seq`` (default: the last) is durable; pings, greets and resends as a real sender does.
 

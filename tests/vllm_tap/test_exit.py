@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.processes import minds_signals
+from tests.support.processes import PATIENCE_S, minds_signals
 
 SCRIPT = """
 import os, signal, sys, time
@@ -26,7 +26,7 @@ with Ending(1, lambda: bool(failed)) as ending:
 
 def run(body: str, *before: str) -> tuple[int, str, str]:
     command = [*before, sys.executable, "-c", SCRIPT.format(body=body.replace("\n", "\n    "))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=Path(__file__).parents[2],
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, cwd=Path(__file__).parents[2],
                           preexec_fn=minds_signals)
     return done.returncode, done.stdout, done.stderr
 

@@ -12,6 +12,7 @@ import pytest
 from schemas.errors import NotFoundError
 from schemas.ids import new_ulid
 from schemas.manifest import Manifest
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
 from vllm_tap import NotComplete, Store, open_store
 from writer_service import fs
@@ -54,7 +55,7 @@ def test_nothing_is_waited_for_where_no_writer_has_the_store(left: tuple[Store, 
     assert store[capture].status == "running"
     assert store[capture].slice(SITE, 2, allow_missing=True).values.shape == (1, 8, WIDTH)
     with WriterProcess(store.path, "--engine-lost-s", "0.5") as writer:
-        assert store[capture].wait(30).status == "incomplete"
+        assert store[capture].wait(PATIENCE_S).status == "incomplete"
         writer.stop()
 
 

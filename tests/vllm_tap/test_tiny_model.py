@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from tests.support.processes import PATIENCE_S
 from vllm_tap.tiny_model import HIDDEN, LAYERS, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def test_two_processes_may_make_it_at_once(tmp_path: Path) -> None:
     text = "from vllm_tap.tiny_model import tiny_model; print(tiny_model('llama', 3))"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, env=environment) for _ in range(2)]
-    paths = {process.communicate(timeout=60)[0] for process in both}
+    paths = {process.communicate(timeout=PATIENCE_S)[0] for process in both}
     assert [process.returncode for process in both] == [0, 0] and len(paths) == 1
     folder = Path(paths.pop().decode().strip()).parent
     assert [path.name for path in folder.iterdir()] == ["llama-float32-seed3-v2"]

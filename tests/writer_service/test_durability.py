@@ -27,6 +27,7 @@ from schemas.wire.records import Own
 from schemas.wire.row_table import RowTable
 from tests.schemas.store.test_segment import STREAM, UUID, build, segment_of
 from tests.support.consistency import dump
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.support.writers.power import Certain
 from tests.writer_service.recover.test_recovery import running_store
@@ -550,7 +551,7 @@ def test_lanes_do_not_wait_for_one_another_and_are_taken_in_order(tmp_path: Path
     """A lane that stands still holds up what comes behind its frame, and not what other lanes write meanwhile."""
     held, right = threading.Event(), parallel_append.check_payload
     monkeypatch.setattr(parallel_append, "check_payload", lambda frame, *args: (
-        held.wait(30) if frame.seq == 1 else None, right(frame, *args))[1])
+        held.wait(PATIENCE_S) if frame.seq == 1 else None, right(frame, *args))[1])
     fs.make_dirs(tmp_path / journal_folder())
     segments, appender, given = SegmentSet(tmp_path, 1, 1 << 30, 2), ParallelAppend(UUID, 2), []
     for seq in range(1, 6):

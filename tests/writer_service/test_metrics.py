@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from schemas.ids import new_ulid
 from schemas.wire.messages import TapCounters
 from tests.engine_side.transport.test_sender import LAYERS, Tapped
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE_S, free_port
 from tests.support.store_helpers import ROOT, Sender, WriterProcess, until
 from writer_service.metrics import HELP, PREFIX, TAP_HELP, TAP_PREFIX
 
@@ -52,7 +52,7 @@ def test_metrics_and_json_lines(tmp_path: Path) -> None:
             assert taken.returncode == 2 and f"--metrics-port {port} on 127.0.0.1" in taken.stderr
             assert not (tmp_path / "other").exists()  # it was looked at before the store was
         writer.process.terminate()
-        _, errors = writer.process.communicate(timeout=20)
+        _, errors = writer.process.communicate(timeout=PATIENCE_S)
     lines = [json.loads(line) for line in errors.splitlines()]
     assert [line["event"] for line in lines if line["event"] != "upkeep"] == ["recovered", "sealed"]
     assert all({"time", "level", "message"} <= set(line) for line in lines)

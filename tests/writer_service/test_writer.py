@@ -35,6 +35,7 @@ from schemas.wire.messages import (
 from schemas.wire.records import Open
 from schemas.wire.row_table import RowTable
 from tests.support.consistency import assert_consistent
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import (
     PROGRAMS,
     ROOT,
@@ -574,7 +575,7 @@ def test_second_writer_is_refused(store: Path, writer: WriterProcess, tmp_path: 
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert other.returncode == 2 and other.stdout == ""
     assert "another writer has it" in other.stderr and other.stderr.count("\n") == 1
@@ -602,7 +603,7 @@ def test_bad_settings_end_the_start(store: Path, flags: list[str], says: str) ->
         "ipc:///tmp/tap-none/w",
         *flags,
     ]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1
     assert not store.exists()  # nor is one that is there mended, which a look at a copy must not do
 
@@ -610,7 +611,7 @@ def test_bad_settings_end_the_start(store: Path, flags: list[str], says: str) ->
 def test_a_folder_of_somebody_else_is_not_made_a_store(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     argv = [sys.executable, "-m", "writer_service", "--store", str(tmp_path), "--endpoint", "ipc:///tmp/tap-none/w"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and "not empty" in done.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -808,7 +809,7 @@ def test_a_catalog_that_cannot_be_written_does_not_hold_up_the_end(
     engine.finish(capture, end=1)
     engine.wait()
     writer.process.send_signal(signal.SIGTERM)
-    writer.process.communicate(timeout=30)
+    writer.process.communicate(timeout=PATIENCE_S)
     writer.script = None
     writer.start()
     with StoreReader(store) as reader:
@@ -822,7 +823,7 @@ def test_an_endpoint_that_is_a_file_of_somebody_is_left_alone(store: Path, tmp_p
     (folder / "thesis").write_text("mine")
     done = subprocess.run(
         [sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", f"ipc://{folder}/thesis"],
-        cwd=ROOT, capture_output=True, text=True, timeout=30)
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 2 and "not a socket" in done.stderr and (folder / "thesis").read_text() == "mine"
 
 

@@ -19,6 +19,7 @@ from schemas.codecs import row_bytes
 from schemas.spec import resolve
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import ARMED, WIDTH, engine_info
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import until
 
 TAKES = 4 << 20  # bytes a second at most, as the slow writer measures: its first piece takes a second and more
@@ -69,7 +70,7 @@ def test_nothing_is_said_before_anything_is_known_nor_while_the_store_keeps_up(s
 def test_more_than_the_store_takes(stack: Stack) -> None:
     speed(stack, prompt=1e6, generated=1e6, running=2, ring=1 << 20, used=1 << 18)
     # Its speed is known once it was looked at twice, its ring once it has said it.
-    assert until(lambda: field(stack).get("pressure", {}).get("ring_full_in_s"), 60)
+    assert until(lambda: field(stack).get("pressure", {}).get("ring_full_in_s"))
     before = metric(stack, "vllm_tap_api_captures_pressed_total")
     answer = stack.complete(capture=CAPTURE)
     said = answer.json()["capture"]["pressure"]
@@ -88,7 +89,7 @@ def test_more_than_the_store_takes(stack: Stack) -> None:
 
 def test_a_stream_is_told_before_its_first_token(stack: Stack) -> None:
     speed(stack, prompt=1e9, generated=1e9, running=1)
-    assert until(lambda: "pressure" in field(stack), 60)
+    assert until(lambda: "pressure" in field(stack))
     body = {"model": "played", "prompt": "hello", "stream": True, "max_tokens": 3, "capture": CAPTURE,
             "play": {"delay_s": 0.3}}
     with stack.http.stream("POST", "/v1/completions", json=body) as answer:
@@ -109,7 +110,7 @@ def test_captures_in_flight_add_up(stack: Stack) -> None:
         assert "pressure" not in field(stack, play={"delay_s": 2.5})
     found: list[dict[str, Any]] = []
     threads = [threading.Thread(target=lambda: found.append(
-        httpx.post(f"{stack.url}/v1/completions", timeout=120, json={
+        httpx.post(f"{stack.url}/v1/completions", timeout=PATIENCE_S, json={
             "model": "played", "prompt": "x", "capture": CAPTURE, "play": {"delay_s": 8}}).json()["capture"]))
         for _ in range(100)]
     for thread in threads:

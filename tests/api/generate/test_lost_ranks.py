@@ -19,6 +19,7 @@ from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec, resolve
 from tests.support.api_stack import Stack, stack_in
 from tests.support.consistency import assert_consistent
+from tests.support.processes import PATIENCE_S
 from tests.support.ranks import LivingRanks, info_of, values
 from tests.support.store_helpers import assert_adds_up, until
 
@@ -34,7 +35,7 @@ class Case:
 
     def comes(self, lost: list[int]) -> bool:
         """Whether the service comes to say that these ranks are lost."""
-        return until(lambda: self.stack.http.get("/v1/capabilities").json()["lost_ranks"] == lost, 90)
+        return until(lambda: self.stack.http.get("/v1/capabilities").json()["lost_ranks"] == lost)
 
     def refused(self, capture: dict[str, Any], **fields: Any) -> str:
         """The words of a refusal: upstream was not asked and no capture was made."""
@@ -50,13 +51,13 @@ class Case:
         answers, before = list[httpx.Response](), len(self.stack.seen())
 
         def ask() -> None:
-            with httpx.Client(base_url=self.stack.url, timeout=90) as http:
+            with httpx.Client(base_url=self.stack.url, timeout=PATIENCE_S) as http:
                 answers.append(http.post("/v1/completions", json={
                     "model": "played", "prompt": "hello", "capture": capture, "play": {"delay_s": 1}}))
 
         client = threading.Thread(target=ask)
         client.start()
-        assert until(lambda: answers or len(self.stack.seen()) > before, 30)
+        assert until(lambda: answers or len(self.stack.seen()) > before)
         assert not answers, answers[0].text
         ulid = str(self.stack.seen()[-1]["headers"]["x-request-id"])  # type: ignore[index]
         (site,), layers = capture["sites"], capture["layers"]
@@ -64,7 +65,7 @@ class Case:
         client.join()
         assert answers[0].status_code == 200, answers[0].text
         with StoreReader(self.stack.store) as reader:
-            assert until(lambda: reader.capture(ulid).status == "complete", 30)
+            assert until(lambda: reader.capture(ulid).status == "complete")
             assert_adds_up(reader.manifest(ulid))
             got = reader.slice(ulid, site, layers)
             np.testing.assert_array_equal(got.values(), values(RANKS, 1, site, range(END), layers))
@@ -78,7 +79,7 @@ def playing(folder: Path, *api: str) -> Iterator[Case]:
         stack.start_upstream("float32", "--endpoint", "")
         with LivingRanks(stack.endpoint, RANKS) as ranks:
             stack.start_api(None, *api)
-            assert until(lambda: stack.http.get("/v1/capabilities").json()["engine"], 30)
+            assert until(lambda: stack.http.get("/v1/capabilities").json()["engine"])
             yield Case(stack, ranks)
 
 
@@ -183,7 +184,7 @@ def test_a_data_parallel_engine_of_one_rank_is_named(tmp_path: Path) -> None:
         assert "rank 0 of data-parallel engine 0" in case.stack.http.get("/readyz").text
         assert case.stack.complete("hello").status_code == 200
         with StoreReader(tmp_path / "store") as reader:
-            assert until(lambda: reader.capture(capture).status == "incomplete", 60)
+            assert until(lambda: reader.capture(capture).status == "incomplete")
             (entry,) = reader.manifest(capture).rows
             assert [(gap.start, gap.stop, gap.reason) for gap in entry.missing] == [(3, PROMPT, "engine_lost")]
         one.start(0)
@@ -208,15 +209,15 @@ def test_of_several_engines_another_takes_what_needs_the_dead_rank(tmp_path: Pat
                 return stack.http.post("/v1/completions", headers=pinned, json={
                     "model": "played", "prompt": "hello", "capture": Q, "play": {"unopened": True}})
 
-            assert until(lambda: all(lost(name) == [] and ask(name).status_code == 200 for name in "ab"), 60)
+            assert until(lambda: all(lost(name) == [] and ask(name).status_code == 200 for name in "ab"))
             a.kill(1)
-            assert until(lambda: lost("a") == [1], 90) and lost("b") == []
+            assert until(lambda: lost("a") == [1]) and lost("b") == []
             refused = ask("a")
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "part_lost")
             assert "engine a: rank 1" in refused.json()["error"]["message"]
             assert {ask().headers["x-vllm-tap-engine"] for _ in range(4)} == {"b"}
             b.kill(3)
-            assert until(lambda: lost("b") == [3], 90)
+            assert until(lambda: lost("b") == [3])
             error = ask().json()["error"]
             assert error["code"] == "part_lost" and "engine a: rank 1" in error["message"]
             assert "engine b: rank 3" in error["message"]

@@ -26,6 +26,7 @@ from schemas.spec import parse_spec
 from schemas.wire.records import Own
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded, engine_info
+from tests.support.processes import PATIENCE_S
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 PROMPT = list(range(10, 16))
@@ -59,10 +60,10 @@ class Listener:
         self.opened = threading.Event()
         self.thread = threading.Thread(target=self._listen, daemon=True)
         self.thread.start()
-        assert self.opened.wait(10)
+        assert self.opened.wait(PATIENCE_S)
 
     def _listen(self) -> None:
-        with httpx.Client(base_url=self.stack.url, timeout=30, headers=self.headers) as http, \
+        with httpx.Client(base_url=self.stack.url, timeout=PATIENCE_S, headers=self.headers) as http, \
                 http.stream("GET", self.path) as answer:
             assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
             self.opened.set()

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import PATIENCE_S
+
 CHROMIUM = os.environ.get("TAP_CHROMIUM") or next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), None)
 NO_CHROMIUM = "the page was NOT tested: no Chromium on the PATH; apt-get install chromium, or set TAP_CHROMIUM"
@@ -30,7 +32,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
     """A fresh tab; whatever it complained of, or asked of others, fails the test."""
     page = browser.new_page(viewport={"width": 1300, "height": 900})
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(1000 * PATIENCE_S)
     wrong: list[str] = []
     # The page shows the reason of a refusal itself; the pixels are read back by these tests alone.
     expected = ("the server responded with a status of 4", "willReadFrequently",

@@ -30,6 +30,7 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import WIDTH, decoded, encode_rows, rows, to_bits
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import Sender
 from vllm_tap import Client, open_store
 
@@ -390,7 +391,7 @@ def test_a_caller_who_takes_nothing_is_cut_off(tmp_path: Path) -> None:
             assert got.status_code == 200
             held = "vllm_tap_api_slices_in_flight_bytes 0.0"
             assert held not in stack.http.get("/metrics").text
-            end_s = time.monotonic() + 60
+            end_s = time.monotonic() + PATIENCE_S
             while held not in stack.http.get("/metrics").text:
                 assert time.monotonic() < end_s
                 time.sleep(0.1)
@@ -427,7 +428,7 @@ def test_too_much_at_once(tmp_path: Path) -> None:
             assert answer.status_code == 200 and int(answer.headers["content-length"]) > 6_000_000
             busy = get(stack, ulid, "site=attn_out")
             assert busy.status_code == 429 and busy.headers["retry-after"] == "1"
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + PATIENCE_S
         while (again := get(stack, ulid, "site=attn_out")).status_code == 429:
             assert time.monotonic() < end_s, "memory of an answer whose caller left still counts"
             time.sleep(0.05)

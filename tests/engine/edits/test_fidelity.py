@@ -60,7 +60,7 @@ def bench(reader: StoreReader) -> Iterator[Bench]:
                            max_num_seqs=PROMPTS, block_size=32, seed=0)
     with open_store(reader.path) as store:
         # Others have sent to this store before: a busy writer hears of this engine after its start.
-        assert until(lambda: (info := reader.engine()) is not None and "q_rot" in info.armed.sites, 60)
+        assert until(lambda: (info := reader.engine()) is not None and "q_rot" in info.armed.sites)
         yield Bench(llm.llm_engine, store, 8)
     shut_down(llm)
 

@@ -78,7 +78,7 @@ def said(*words: int) -> dict[str, Any]:
 
 def held_against(service: Service, id_: str, pictures: list[Any]) -> None:
     """Every row of a capture against Hugging Face with the same images."""
-    assert until(lambda: service.store.capture(id_).status == "complete", 60), service.store.manifest(id_)
+    assert until(lambda: service.store.capture(id_).status == "complete"), service.store.manifest(id_)
     manifest = service.store.manifest(id_)
     text = (*manifest.prompt_token_ids, *manifest.output_token_ids)
     filled = [position for start, stop in manifest.resolved.get("images", []) for position in range(start, stop)]

@@ -95,7 +95,7 @@ class DamagedLoader(DefaultModelLoader):
             (folder / f"writing {rank}").write_text(said)
             (folder / f"writing {rank}").rename(folder / str(rank))
             if self.said["damage"] != "raises":
-                until(lambda: all((folder / str(each)).exists() for each in range(2)), 90)
+                until(lambda: all((folder / str(each)).exists() for each in range(2)))
 
 
 class Registers:

@@ -21,7 +21,7 @@ from tests.engine.test_architectures import SITES as SITES_OF
 from tests.support.engines.engines import ON_GPU, Captured, Engine, start
 from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
-from tests.support.processes import descendants, runs
+from tests.support.processes import PATIENCE_S, descendants, runs
 from tests.support.store_helpers import until
 from writer_service.tools.fsck import fsck
 
@@ -43,7 +43,7 @@ def engine(reader: StoreReader, reference_of: Callable[[str], Reference], reques
         patch.setenv("VLLM_TAP_ON_FULL", "drop")
         patch.setenv("VLLM_TAP_RING_BYTES", str(request.param))
         engine = start(reader, reference_of("qwen3"), "qwen3", here=False, tensor_parallel_size=2)
-    engine.final = lambda id_, timeout_s=90.0: Engine.final(engine, id_, timeout_s)  # type: ignore[method-assign]
+    engine.final = lambda id_, timeout_s=PATIENCE_S: Engine.final(engine, id_, timeout_s)  # type: ignore[method-assign]
     yield engine
     engine.close()
 
@@ -88,7 +88,7 @@ def test_the_writer_is_killed_and_started_again(engine: Engine, store: Store) ->
     plain = [list(one.outputs[0].token_ids) for one in generate(engine, 150, captured=False)]
 
     def again() -> None:
-        assert until(lambda: furthest(store) > 50, 60), "nothing was under way"
+        assert until(lambda: furthest(store) > 50), "nothing was under way"
         store.writer.kill()
         store.writer.wait()
         assert store.writer.stdout is not None
@@ -137,7 +137,7 @@ def test_a_rank_whose_sender_is_killed(engine: Engine) -> None:
             assert all((site, layer) in missing for site in ("q", "z", "mlp_post") for layer in range(LAYERS))
     parts = {part.rank: part.state for part in engine.reader.manifest(found[0].id).parts}
     assert parts[0] == "finished" and parts[1] in ("lost", "awaited")
-    assert until(lambda: (info := engine.reader.engine()) and engine.reader.lost_ranks(info.group) == [1], 60)
+    assert until(lambda: (info := engine.reader.engine()) and engine.reader.lost_ranks(info.group) == [1])
 
 
 @SMALL

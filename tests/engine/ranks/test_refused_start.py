@@ -79,5 +79,5 @@ def not_started(family: str, damage: str, rank: int, store: Store, folder: Path,
     with in_this_process(False), pytest.raises(Exception, match="initialization failed"):
         LLM(str(family_model(family, DTYPE)), dtype=DTYPE, skip_tokenizer_init=True, max_model_len=256, max_num_seqs=8,
             seed=0, block_size=32, **{f"{parallel}_parallel_size": 2}, **damaged(damage, rank, folder), **SHARED)
-    assert until(lambda: not any(runs(pid) for pid in set(descendants(os.getpid())) - processes), 60)
+    assert until(lambda: not any(runs(pid) for pid in set(descendants(os.getpid())) - processes))
     assert streams(store) == before, "a rank joined"

@@ -69,7 +69,7 @@ class Pair:
         assert all(status == 200 for status, _ in answers), answers
         ids = [str(body["capture"]["id"]) for _, body in answers]
         with open_reader(self.stores) as reader:
-            assert all(until(lambda one=one: reader.capture(one).status == "complete", 60) for one in ids)
+            assert all(until(lambda one=one: reader.capture(one).status == "complete") for one in ids)
         return ids
 
     def check(self, ids: list[str], reference: Reference, ranks: int, sites: list[str] = SITES) -> None:
@@ -118,12 +118,12 @@ def pair(folder: Path, sockets: Path, first: list[str], second: list[str], sites
             "writer": here.start([sys.executable, "-m", "writer_service", "--store", str(store), "--endpoint", local,
                                   "--listen", f"tcp://10.77.0.1:{WRITER}", "--curve", str(folder / "curve")], plain,
                                  folder / "writer.log")}
-        assert until(lambda: "writer listens" in (folder / "writer.log").read_text(), 120)
+        assert until(lambda: "writer listens" in (folder / "writer.log").read_text())
         if writers == "several":
             started["other"] = there.start([sys.executable, "-m", "writer_service", "--store", str(folder / "store-b"),
                                             "--endpoint", taps_there["VLLM_TAP_ENDPOINT"], "--seal-idle-s", "1"], plain,
                                            folder / "other.log")
-            assert until(lambda: "writer ready" in (folder / "other.log").read_text(), 120)
+            assert until(lambda: "writer ready" in (folder / "other.log").read_text())
         started["first"] = here.start([*serve, "--port", str(PORT), *first], plain | taps, folder / "first.log")
         started["second"] = there.start([*serve, "--headless", *second], plain | taps_there, folder / "second.log")
 
@@ -135,7 +135,7 @@ def pair(folder: Path, sockets: Path, first: list[str], second: list[str], sites
         assert until(ready, 900), (folder / "first.log").read_text()[-3000:]
         here.start([sys.executable, "-m", "api", "--store", str(store), "--endpoint", local, "--upstream",
                     f"http://127.0.0.1:{PORT}", "--port", "8001"], plain, folder / "api.log")
-        assert until(lambda: "api ready" in (folder / "api.log").read_text(), 120)
+        assert until(lambda: "api ready" in (folder / "api.log").read_text())
         yield Pair(hosts, store, model)
 
 
@@ -173,7 +173,7 @@ def test_an_engine_whose_ranks_are_on_two_hosts(tmp_path: Path, sockets: Path,
             error = body.get("error", {})
             return (status, error.get("code")) == (503, "part_lost") and "rank 1" in error["message"]
 
-        assert until(refused, 120)
+        assert until(refused)
         ((status, _),) = service.ask([9], sites=["resid_post"], layers=[0, 2])
         assert status == 200
 

@@ -28,7 +28,7 @@ from schemas.read.reader import StoreReader
 from tests.engine.conftest import ENVIRONMENT
 from tests.support.engines.installed import entry_points
 from tests.support.models.reference import Reference
-from tests.support.processes import descendants, free_port, runs
+from tests.support.processes import PATIENCE_S, descendants, free_port, runs
 from tests.support.served import until_it_was_cut_off
 from tests.support.store_helpers import until
 from vllm_tap.client.client import Client
@@ -37,7 +37,7 @@ from vllm_tap.tiny_model import LAYERS, cache_dir, tiny_model
 pytestmark = pytest.mark.soak
 
 KEY = "one-key-for-all"
-HTTP = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+HTTP = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
 
 @dataclass
 class Server:
@@ -54,13 +54,14 @@ class Server:
 
     def check(self, ref: str, site: str = "resid_post") -> dict[str, Any]:
         """Every row of a ``raw`` capture against Hugging Face, fetched from vLLM's port."""
-        manifest = HTTP.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20}, timeout=30)
+        manifest = HTTP.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20},
+                            timeout=PATIENCE_S)
         assert manifest.status_code == 200, manifest.text
         found: dict[str, Any] = manifest.json()
         assert found["status"] == "complete" and found["missing"] == 0
         tokens = (*found["prompt_token_ids"], *found["output_token_ids"])
         reference = self.reference.rows(tokens)
-        answer = HTTP.get(f"{self.url}/v1/captures/{ref}/activations", params={"site": site}, timeout=30)
+        answer = HTTP.get(f"{self.url}/v1/captures/{ref}/activations", params={"site": site}, timeout=PATIENCE_S)
         assert answer.status_code == 200, answer.text
         arrays = load(answer.content)
         for layer in range(LAYERS):
@@ -98,7 +99,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, reference_of: Callable[[str
                 return False
 
         try:
-            assert until(healthy, 240), log.read_text()[-4000:]
+            assert until(healthy), log.read_text()[-4000:]
             yield Server(url, folder / "captures", process, reference_of("qwen3"))
         finally:
             if process.poll() is None:
@@ -245,7 +246,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
 
     def left() -> str:
         ulid = new_ulid()
-        with HTTP.stream("POST", f"{server.url}/v1/completions", timeout=30, json={
+        with HTTP.stream("POST", f"{server.url}/v1/completions", timeout=PATIENCE_S, json={
             "model": "tiny", "prompt": "count to four thousand", "max_tokens": 4000, "ignore_eos": True, "stream": True,
             "capture": {"id": ulid, "layers": [0]}}) as answer:
             for number, _ in enumerate(answer.iter_lines()):
@@ -255,7 +256,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
 
     def reason(ulid: str) -> str:
         found.update(HTTP.get(f"{server.url}/v1/captures/{ulid}", params={"wait": "complete", "timeout": 20},
-                              timeout=30).json())
+                              timeout=PATIENCE_S).json())
         return str(found["finish_reason"])
 
     until_it_was_cut_off(left, reason)
@@ -293,7 +294,7 @@ def test_the_python_client_and_everything_beside_generating(server: Server) -> N
     ({"capture": {}, "model": "someone-else"}, 404, "does not exist"),
 ])
 def test_bad_requests_are_refused_with_a_reason(server: Server, body: dict[str, Any], status: int, says: str) -> None:
-    answer = HTTP.post(f"{server.url}/v1/completions", timeout=30,
+    answer = HTTP.post(f"{server.url}/v1/completions", timeout=PATIENCE_S,
                         json={"model": "tiny", "prompt": "hi", "max_tokens": 2, **body})
     assert (answer.status_code, says in answer.text) == (status, True), answer.text
 
@@ -331,7 +332,7 @@ def test_the_writer_goes_with_the_server(server: Server) -> None:
     everything = descendants(server.process.pid)
     writer, = (pid for pid in everything if "writer_service" in Path(f"/proc/{pid}/cmdline").read_text())
     server.process.send_signal(signal.SIGTERM)
-    server.process.wait(30)
-    assert until(lambda: not any(map(runs, everything)), 20), writer
+    server.process.wait(PATIENCE_S)
+    assert until(lambda: not any(map(runs, everything))), writer
     with StoreReader(server.store) as reader:
         assert reader.captures(status="running") == []

@@ -19,7 +19,7 @@ import pytest
 
 from schemas.errors import TapError
 from schemas.read.reader import StoreReader
-from tests.support.processes import minds_signals
+from tests.support.processes import PATIENCE_S, minds_signals
 
 PROMPTS = 200  # a minute of work for the fastest machine: the interrupt comes in its first seconds
 
@@ -45,7 +45,7 @@ def capturing(folder: Path, program: str = "vllm_tap", words: int = 1, at_once: 
         _, left = psutil.wait_procs(left, 10)
         for process in left:
             process.kill()
-        command.wait(30)
+        command.wait(PATIENCE_S)
     assert not left
 
 
@@ -72,7 +72,7 @@ def test_an_interrupt_ends_what_is_in_flight_and_leaves_nothing_open(tmp_path: P
             assert command.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.05)
         os.killpg(command.pid, signal.SIGINT)
-        assert command.wait(60) == 128 + signal.SIGINT
+        assert command.wait(PATIENCE_S) == 128 + signal.SIGINT
     said = (tmp_path / "said").read_text()
     assert "Traceback" not in said and "ERROR" not in said, said
     told = re.search(r"interrupted: (\d+) of (\d+) prompts are captured; the same command goes on from there", said)
@@ -94,7 +94,7 @@ def test_an_interrupted_run_tells_which_stage_held_generation_up(tmp_path: Path)
             assert command.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.05)
         os.killpg(command.pid, signal.SIGINT)
-        assert command.wait(120) == 128 + signal.SIGINT
+        assert command.wait(PATIENCE_S) == 128 + signal.SIGINT
     said = (tmp_path / "said").read_text()
     assert re.search(r"generation waited [0-9.]+ s of [0-9.]+ s \([0-9]+%\) for room for its rows", said), said
     assert "what would lift it: another disk for --store" in said
@@ -107,12 +107,12 @@ def test_a_start_can_be_interrupted(tmp_path: Path) -> None:
         while b"starting vLLM" not in (tmp_path / "said").read_bytes():
             assert command.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.05)
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while not any("spawn_main" in " ".join(child.cmdline()) for child in
                       psutil.Process(command.pid).children(recursive=True)):  # the engine's process
             assert time.monotonic() < until
             time.sleep(0.05)
         time.sleep(1)
         os.killpg(command.pid, signal.SIGINT)
-        assert command.wait(30) == 128 + signal.SIGINT
+        assert command.wait(PATIENCE_S) == 128 + signal.SIGINT
     assert "interrupted" in (tmp_path / "said").read_text()

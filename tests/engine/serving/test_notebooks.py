@@ -12,6 +12,7 @@ import numpy as np
 
 from schemas.probes import Registered, load_probe
 from tests.engine.conftest import ENVIRONMENT
+from tests.support.processes import PATIENCE_S
 from vllm_tap import open_store
 from vllm_tap.tiny_model import cache_dir
 
@@ -22,7 +23,8 @@ def test_the_notebooks_run_as_they_stand(tmp_path: Path) -> None:
     environment = {key: value for key, value in (os.environ | ENVIRONMENT).items() if not key.startswith("VLLM_TAP_")}
     environment |= {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm"), "MPLBACKEND": "Agg"}
     run = subprocess.run([sys.executable, "-m", "tests.programs.notebooks", "logit_lens", "first_probe"], text=True,
-                         cwd=tmp_path, env=environment, timeout=280, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+                         cwd=tmp_path, env=environment, timeout=PATIENCE_S, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT)
     lines = [line for line in run.stdout.splitlines() if line.startswith("LEFT ")]
     assert run.returncode == 0 and lines, run.stdout[-6000:]
     left = json.loads(lines[0].removeprefix("LEFT "))

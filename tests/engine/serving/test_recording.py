@@ -25,6 +25,7 @@ from tests.engine.conftest import ENVIRONMENT
 from tests.engine_side.transport.test_sender import MIB, TOKENS, Tapped
 from tests.programs.slow_disk import slow_down
 from tests.support.models.reference import Reference
+from tests.support.processes import PATIENCE_S
 from vllm_tap import open_store, recording
 from vllm_tap.serve import writer_process
 from vllm_tap.serve.services import make_socket_dir
@@ -115,8 +116,8 @@ def test_a_recording_tells_which_stage_held_generation_up(
     with pytest.raises(KeyboardInterrupt) if interrupted else nullcontext(), recording(tmp_path / "store") as tape:
         tapped = Tapped(os.environ["VLLM_TAP_ENDPOINT"], on_full="wait", ring_bytes=4 * MIB)
         capture = tapped.whole(TOKENS)  # twice the ring
-        assert tape.store[capture].wait(60).status == "complete"
-        tapped.close(timeout_s=30.0)
+        assert tape.store[capture].wait(PATIENCE_S).status == "complete"
+        tapped.close(timeout_s=PATIENCE_S)
         if interrupted:
             raise KeyboardInterrupt
     limit, remedy = [record.message for record in caplog.records if record.name == "vllm_tap.recording"]
@@ -143,6 +144,7 @@ def test_a_script_without_a_guard_is_told_what_it_lacks(tmp_path: Path) -> None:
                       "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
                       "    child.start()\n    child.join()\n"
                       "else:\n    vllm_tap.recording('captures').__enter__()\n")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          timeout=PATIENCE_S, cwd=tmp_path)
     assert 'put what the script does under `if __name__ == "__main__":`' in done.stderr
     assert not (tmp_path / "captures").exists()

@@ -35,7 +35,7 @@ from tests.support.engines.installed import entry_points
 from tests.support.models.edited import moved
 from tests.support.models.reference import Reference
 from tests.support.pages.readme import blocks
-from tests.support.processes import descendants, free_port, runs
+from tests.support.processes import PATIENCE_S, descendants, free_port, runs
 from tests.support.served import serving, until_it_was_cut_off
 from tests.support.store_helpers import until
 from vllm_tap import open_store
@@ -70,7 +70,8 @@ class Service:
         return str(self.openai.models.list().data[0].id)
 
     def manifest(self, ref: str) -> dict[str, Any]:
-        response = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20}, timeout=30)
+        response = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20},
+                             timeout=PATIENCE_S)
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -87,7 +88,7 @@ class Service:
             if entry["captured"] == 0:
                 continue
             response = httpx.get(f"{self.url}/v1/captures/{ref}/activations", params={
-                "site": entry["site"], "layer": str(entry["layer"])}, timeout=30)
+                "site": entry["site"], "layer": str(entry["layer"])}, timeout=PATIENCE_S)
             assert response.status_code == 200, response.text
             arrays = load(response.content)
             positions = arrays["positions"]
@@ -176,7 +177,7 @@ def test_a_request_straight_to_vllm_is_read_like_any_other(service: Service) -> 
     assert np.abs(rows - service.reference.rows(tokens)["resid_post", 2][:len(rows)]).max() < 1e-4
     for command in (["ls"], ["show", manifest.id], ["export", manifest.id, "--out", str(service.store / "x.npz")]):
         done = subprocess.run([sys.executable, "-m", "vllm_tap", *command, "--store", str(service.store)],
-                              capture_output=True, text=True, timeout=60)
+                              capture_output=True, text=True, timeout=PATIENCE_S)
         assert done.returncode == 0 and (command[0] == "export" or manifest.id in done.stdout), done.stderr
     (service.store / "x.npz").unlink()
 
@@ -277,7 +278,7 @@ def test_prompt_lists_and_samples_make_one_capture_each(service: Service) -> Non
 def test_a_client_that_leaves_gets_a_manifest_that_adds_up(service: Service) -> None:
     def left() -> str:
         ulid = new_ulid()
-        with httpx.stream("POST", f"{service.url}/v1/completions", timeout=30, json={
+        with httpx.stream("POST", f"{service.url}/v1/completions", timeout=PATIENCE_S, json={
             "model": service.model, "prompt": "count to four thousand", "max_tokens": 4000, "ignore_eos": True,
             "stream": True, "temperature": 0, "capture": {"id": ulid, "codec": "raw"},
         }) as response:
@@ -370,8 +371,9 @@ def test_what_else_a_request_may_ask_passes_through(service: Service, asked: str
     # leave out some of the call, with us and without.
     tries = 6 if stream and "tools" in body else 1
     for number in range(tries):
-        ours = httpx.post(f"{service.url}/v1/chat/completions", json={**body, "capture": {"codec": "raw"}}, timeout=60)
-        theirs = httpx.post(f"{service.vllm_url}/v1/chat/completions", json=body, timeout=60)
+        ours = httpx.post(f"{service.url}/v1/chat/completions", json={**body, "capture": {"codec": "raw"}},
+                          timeout=PATIENCE_S)
+        theirs = httpx.post(f"{service.vllm_url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
         assert ours.status_code == theirs.status_code == 200, ours.text + theirs.text
         try:
             if stream:
@@ -410,7 +412,7 @@ def watched(service: Service, count: int) -> Watched:
 
     def follow() -> None:
         with httpx.stream("GET", f"{service.url}/v1/captures/{found.ulid}/live?site=resid_post&layer=1",
-                          timeout=60) as got:
+                          timeout=PATIENCE_S) as got:
             assert got.status_code == 200, got.read()
             for line in got.iter_lines():
                 if line.startswith('data: {"id"') and '"values"' in line:
@@ -420,7 +422,7 @@ def watched(service: Service, count: int) -> Watched:
                         found.rows[position], found.payload[position] = now, values[0, number]
 
     follower = threading.Thread(target=follow)
-    with httpx.stream("POST", f"{service.url}/v1/completions", timeout=60, json={
+    with httpx.stream("POST", f"{service.url}/v1/completions", timeout=PATIENCE_S, json={
         "model": service.model, "prompt": "live, please", "max_tokens": count, "ignore_eos": True, "stream": True,
         "temperature": 0, "return_token_ids": True,
         "capture": {"id": found.ulid, "codec": "raw", "sites": ["resid_post"]},
@@ -519,7 +521,7 @@ def test_killing_the_writer_loses_nothing_that_was_acknowledged(service: Service
     ],
 )
 def test_bad_requests_are_refused_with_a_reason(service: Service, body: dict[str, Any], status: int, says: str) -> None:
-    response = httpx.post(f"{service.url}/v1/completions", timeout=30,
+    response = httpx.post(f"{service.url}/v1/completions", timeout=PATIENCE_S,
                           json={"model": service.model, "prompt": "hi", "max_tokens": 2, **body})
     assert (response.status_code, says in response.text) == (status, True), response.text
 
@@ -530,25 +532,26 @@ def test_vllm_asked_past_the_service(service: Service) -> None:
     spec = json.dumps({"id": ulid, "codec": "raw"})
     body = {"model": service.model, "max_tokens": 2, "vllm_xargs": {"capture": spec}}
     for path, asked in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": _chat("hi")})):
-        refused = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=30,
+        refused = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=PATIENCE_S,
                              json={**body, **asked, "use_beam_search": True, "n": 2})
         assert refused.status_code == 400 and "beam search cannot be captured" in refused.text, refused.text
     for wrong, says in (({"sites": ["q"]}, "armed: resid_post"), ({"probe": ["mood"]}, "registered: tone")):
-        refused = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={
+        refused = httpx.post(f"{service.vllm_url}/v1/completions", timeout=PATIENCE_S, json={
             **body, "prompt": "hi", "vllm_xargs": {"capture": json.dumps({"id": new_ulid(), **wrong})}})
         assert refused.status_code == 400 and says in refused.text, refused.text
-    listed = httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json={**body, "prompt": ["one", "and two"]})
+    listed = httpx.post(f"{service.vllm_url}/v1/completions",
+                        timeout=PATIENCE_S, json={**body, "prompt": ["one", "and two"]})
     assert listed.status_code == 200, listed.text
     assert service.manifest(ulid)["captures"] == [ulid, f"{ulid}.1"]
     assert service.check(f"{ulid}.1")["status"] == "complete"
     for path in ("responses", "messages"):
         asked = {"input": "hi", "max_output_tokens": 2} if path == "responses" else {"messages": _chat("hi")}
         spec = json.dumps({"id": (ulid := new_ulid()), "codec": "raw"})
-        done = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=30, json={
+        done = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=PATIENCE_S, json={
             **body, **asked, "vllm_xargs": {"capture": spec}})
         assert done.status_code == 200 and service.check(ulid)["status"] == "complete", done.text
     plain = {**body, "prompt": "hi", "use_beam_search": True, "n": 2, "vllm_xargs": None}
-    assert httpx.post(f"{service.vllm_url}/v1/completions", timeout=30, json=plain).status_code == 200
+    assert httpx.post(f"{service.vllm_url}/v1/completions", timeout=PATIENCE_S, json=plain).status_code == 200
 
 
 def test_the_service_on_vllms_own_port(service: Service) -> None:
@@ -612,13 +615,13 @@ def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, po
                                      "vectors": ["steer"]}
     ask = {"model": service.model, "max_tokens": 4, "messages": _chat("Only edited.")}
     for path in ("chat/completions", "messages"):
-        answer = httpx.post(f"{url}/v1/{path}", timeout=30, json={
+        answer = httpx.post(f"{url}/v1/{path}", timeout=PATIENCE_S, json={
             **ask, "edit": [{"site": "resid_post.1", "op": "ablate", "vector": "steer"}]})
         assert answer.status_code == 200, answer.text
         manifest = service.manifest(answer.json()["capture"]["id"])
         assert (manifest["status"], manifest["rows"], manifest["edits"][0]["op"]) == ("empty", [], "ablate")
     when = {"probe": "tone", "score": 0, "above": -1e9}
-    answer = httpx.post(f"{url}/v1/chat/completions", timeout=30, json={
+    answer = httpx.post(f"{url}/v1/chat/completions", timeout=PATIENCE_S, json={
         **ask, "max_tokens": 200, "ignore_eos": True, "edit": [{"op": "stop", "when": when}]}).json()
     assert [answer["choices"][0][name] for name in ("finish_reason", "stop_reason")] == ["stop", "probe:tone"], answer
     manifest = service.manifest(answer["capture"]["id"])
@@ -627,7 +630,7 @@ def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, po
     for edit, param in (({"op": "turn"}, "edit[0].op"), ({"site": "resid_post.2"}, "edit[0].layers"),
                         ({"op": "add", "vector": "calm"}, "edit[0].vector"), ({"factor": 2}, "edit[0].factor")):
         made = {"site": "resid_post.1", "op": "scale", **edit}
-        refused = httpx.post(f"{url}/v1/chat/completions", timeout=30, json={
+        refused = httpx.post(f"{url}/v1/chat/completions", timeout=PATIENCE_S, json={
             **ask, "edit": [made if made["op"] == "add" else {**made, "by": 2}]})
         error = refused.json()["error"]
         assert refused.status_code == 400 and f"{param} = " in error["message"], refused.text
@@ -702,7 +705,7 @@ def test_responses_and_messages_are_captured(service: Service, port: str, stream
     answer = list(answer)[-1].response if stream else answer
     manifest = here.check(answer.id)
     assert manifest["id"] == answer.model_extra["capture"]["id"] and manifest["total_len"] == answer.usage.total_tokens
-    asked = httpx.post(f"{here.url}/v1/messages", timeout=30, json={
+    asked = httpx.post(f"{here.url}/v1/messages", timeout=PATIENCE_S, json={
         "model": service.model, "max_tokens": 8, "temperature": 0, "stream": stream, "messages": _chat("Which layer?"),
         "tools": [{**tool, "input_schema": {"type": "object"}}], "capture": {"codec": "raw"}})
     assert asked.status_code == 200, asked.text
@@ -712,8 +715,8 @@ def test_responses_and_messages_are_captured(service: Service, port: str, stream
 
 def test_an_id_is_used_once(service: Service) -> None:
     body = {"model": service.model, "prompt": "hi", "max_tokens": 2, "capture": {"id": new_ulid()}}
-    assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=30).status_code == 200
-    again = httpx.post(f"{service.url}/v1/completions", json=body, timeout=30)
+    assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
+    again = httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert again.status_code == 409 and body["capture"]["id"] in again.text  # type: ignore[index]
 
 
@@ -807,7 +810,7 @@ def test_a_stop_with_requests_in_flight(service: Service) -> None:
         while not stopping.is_set():
             ulid = new_ulid()
             with contextlib.suppress(httpx.HTTPError), httpx.stream(
-                "POST", f"{service.url}/v1/completions", timeout=60, json={
+                "POST", f"{service.url}/v1/completions", timeout=PATIENCE_S, json={
                     "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0,
                     "ignore_eos": True, "stream": True, "capture": {"id": ulid}}) as answer:
                 for number, _ in enumerate(answer.iter_lines()):
@@ -818,15 +821,15 @@ def test_a_stop_with_requests_in_flight(service: Service) -> None:
     threads = [threading.Thread(target=ask) for _ in range(3)]
     for thread in threads:
         thread.start()
-    assert until(lambda: len(started) >= 3, 30)
+    assert until(lambda: len(started) >= 3)
     everything = descendants(service.process.pid)
     assert len(everything) >= 7  # guard, writer, API, pushes, vLLM's server, its core and its worker
     service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(90) == 0, "\n".join(service.lines[-40:])  # it kills what has not ended after 74 s
+    assert service.process.wait(PATIENCE_S) == 0, "\n".join(service.lines[-40:])
     stopping.set()
     assert not [pid for pid in everything if runs(pid)]
     for thread in threads:
-        thread.join(10)
+        thread.join(PATIENCE_S)
     with StoreReader(service.store) as reader:
         assert reader.captures(status="running") == []
         ends = []

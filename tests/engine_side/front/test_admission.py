@@ -41,7 +41,7 @@ def test_ends_beyond_what_may_wait_are_counted_and_said_once(tmp_path: Path, cap
         assert "records wait already" in said.getMessage() and said.exc_info is None
         writer.start()
         with StoreReader(tmp_path / "store") as reader:
-            assert until(lambda: reader.capture(captures[-1]), 30)
+            assert until(lambda: reader.capture(captures[-1]))
         admission.report_finish(new_ulid(), "stop", None, [1])
         assert len(said_of(caplog)) == 2 and "how 3 captures ended" in said_of(caplog)[-1].getMessage()
         admission.retire(writer.endpoint)

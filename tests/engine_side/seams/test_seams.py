@@ -22,6 +22,7 @@ from engine_side.seams.patching import when_imported, wrap
 from engine_side.seams.runner import check_wrapped
 from engine_side.seams.self_test import check_model
 from schemas.errors import StartError
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import ROOT
 
 
@@ -124,7 +125,7 @@ SEAMS = [
 def test_a_vllm_without_one_of_the_seams_does_not_start_and_says_what_it_looked_for(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     run = subprocess.run([sys.executable, "-m", "tests.programs.without_seams", *SEAMS], cwd=ROOT, text=True,
-                         stdout=subprocess.PIPE, check=True, timeout=110,
+                         stdout=subprocess.PIPE, check=True, timeout=PATIENCE_S,
                          env={**os.environ, "VLLM_TAP_ENDPOINT": f"ipc://{tmp_path}/w.sock"[:95]})
     *said, at_last = json.loads(run.stdout.splitlines()[-1])
     for seam, text in zip(SEAMS, said, strict=True):
@@ -221,7 +222,7 @@ if sys.argv[3] == "stay":
 
 def run_parent(child_s: str, then: str) -> str:
     parent = subprocess.run([sys.executable, "-c", STARTED_IN_A_THREAD, CHILD, child_s, then], cwd=ROOT, check=True,
-                            stdout=subprocess.PIPE, text=True, timeout=60)
+                            stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     return parent.stdout
 
 

@@ -65,7 +65,7 @@ def test_rows_of_routers_come_whole_out_of_the_ranks_that_send_them(tmp_path: Pa
         for rank in played:
             rank.wait()
         with StoreReader(tmp_path / "store") as reader:
-            assert until(lambda: reader.capture(capture).status == "complete", 30)
+            assert until(lambda: reader.capture(capture).status == "complete")
             manifest = reader.manifest(capture)
             assert_adds_up(manifest)
             assert {site.site: (site.width, site.shared_out) for site in manifest.sites} == {

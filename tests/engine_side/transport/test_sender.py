@@ -37,6 +37,7 @@ from schemas.spec import Armed, parse_spec, resolve
 from schemas.wire.engine_info import EngineInfo
 from schemas.wire.line_times import line_times_of
 from schemas.wire.messages import TapCounters
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import PROGRAMS, SITE, WriterProcess, engine_info, until
 
 LAYERS, WIDTH, TOKENS = 4, 64, 8192
@@ -122,7 +123,7 @@ def manifest_of(store: Path, capture: str) -> Manifest:
         except (TapError, OSError):
             return None
 
-    until(lambda: (found := look()) and found.status not in ("pending", "running"), 15.0)
+    until(lambda: (found := look()) and found.status not in ("pending", "running"))
     found = look()
     assert found is not None, "the store knows no such capture"
     return found
@@ -232,22 +233,22 @@ def test_waiting_is_counted_by_who_has_to_make_room(writer: WriterProcess) -> No
     os.kill(writer.process.pid, signal.SIGSTOP)
     step = threading.Thread(target=tapped.whole, args=(TOKENS,), daemon=True)
     step.start()
-    assert until(lambda: counters.waited_sender_seconds > 0, 30.0)
+    assert until(lambda: counters.waited_sender_seconds > 0)
     assert not counters.waited_writer_seconds
     tapped.thread.start()
-    assert until(lambda: tapped.sender._recorder_counters.waited_writer_seconds > 0, 30.0), "told only at its end"
+    assert until(lambda: tapped.sender._recorder_counters.waited_writer_seconds > 0), "told only at its end"
     assert step.is_alive()
     os.kill(writer.process.pid, signal.SIGCONT)
-    step.join(60.0)
+    step.join(PATIENCE_S)
 
     def told_to_the_sender() -> bool:
         tapped.recorder.flush()  # waits for a sender that has no room, but not for long
         return bool(tapped.sender._recorder_counters == counters)
 
-    assert until(told_to_the_sender, 30.0)
-    tapped.close(timeout_s=60.0)
+    assert until(told_to_the_sender)
+    tapped.close(timeout_s=PATIENCE_S)
     logs = writer.store / "writers" / "w0" / "journal"
-    assert until(lambda: any(b"bye" in log.read_bytes() for log in logs.glob("control-*.log")), 30.0)
+    assert until(lambda: any(b"bye" in log.read_bytes() for log in logs.glob("control-*.log")))
     assert counters.waits > 0 and counters.waited_copies_seconds == 0
     (told,) = (found for line in writer.stop().splitlines() if (found := line_times_of(line)) is not None)
     assert (told.sender, told.writer) == (counters.waited_sender_seconds, counters.waited_writer_seconds)

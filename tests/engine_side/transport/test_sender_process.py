@@ -42,6 +42,7 @@ from schemas.errors import StartError
 from schemas.spec import parse_spec, resolve
 from schemas.wire.messages import TapCounters
 from tests.engine_side.transport.test_sender import ARMED, LAYERS, MIB, TOKENS, WIDTH, Tapped, manifest_of
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import ROOT, SITE, WriterProcess, engine_info, until
 
 ENTRY = Entry(SITE, "raw", (0, 1))
@@ -106,8 +107,8 @@ def test_events_come_whole_and_in_their_order(monkeypatch: pytest.MonkeyPatch) -
     taker.start()
     for event in wanted:
         outbox.append(event)
-    until(outbox.push, 30.0)
-    taker.join(30.0)
+    until(outbox.push)
+    taker.join(PATIENCE_S)
     ring.close()
     assert len(outbox) == 0 and [encode(event) for event in got] == [encode(event) for event in wanted]
     assert repr(decode(encode(wanted[0]))) == repr(wanted[0])
@@ -353,9 +354,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_what_a_killed_engine_handed_over_is_kept_and_nothing_else_is_left(tmp_path: Path) -> None:
     with WriterProcess(tmp_path / "store") as writer:
         engine = subprocess.run([sys.executable, "-c", ENGINE, writer.endpoint], cwd=ROOT, stdout=subprocess.PIPE,
-                                text=True, check=False, timeout=60)
+                                text=True, check=False, timeout=PATIENCE_S)
         process, capture, ring = engine.stdout.split()
-        until(lambda: not psutil.pid_exists(int(process)), 15.0)
+        until(lambda: not psutil.pid_exists(int(process)))
         manifest = manifest_of(writer.store, capture)
     assert engine.returncode == -signal.SIGKILL
     assert (manifest.status, manifest.captured) == ("incomplete", 150 * LAYERS)

@@ -20,6 +20,7 @@ from tests.faults.conftest import times
 from tests.faults.nursery import FLAGS, Forked, Nursery
 from tests.faults.traffic import LAYERS, Capture, Traffic
 from tests.support.buckets import NO_SERVER, SERVER, Fault, FaultProxy, s3_server
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import SITE, assert_adds_up, assert_rows, until
 from vllm_tap import open_store
 from vllm_tap.bucket.check import check
@@ -71,7 +72,7 @@ class Line:
                 pass
 
         def fault(method: str, path: str) -> Fault:
-            started.wait(60)
+            started.wait(PATIENCE_S)
             with lock:
                 self.asked += 1
                 number, dice, late_s = self.asked, self.rng.random(), self.rng.random() * 0.1

@@ -24,6 +24,7 @@ from schemas.native import loops as native_loops
 from schemas.native.loops import load, loops_for
 from schemas.store.frame_hashes import hash_streams
 from schemas.store.row_checksums import piece_digests
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import until
 
 # Prints whether the loop was made, and what the rows' checksums are with or without it.
@@ -274,7 +275,7 @@ def test_it_is_made_for_who_hashes_many(unmade: None) -> None:
 
 def test_a_child_forked_meanwhile_has_it_too() -> None:
     """As a DataLoader's workers are, right after a read: a lock of the import that is copied held is never released."""
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, (done.returncode, done.stderr)
 
 

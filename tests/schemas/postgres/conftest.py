@@ -96,7 +96,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
                     return not list((store / "writers" / "w0" / "journal").glob("*.open")) and all(
                         row.status not in ("pending", "running") for row in reader.captures(limit=1000))
 
-            assert until(settled, 60)
+            assert until(settled)
         writer.stop()
     look_after(store)
     return store

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import free_port
+from tests.support.processes import PATIENCE_S, free_port
 
 BIN = next((path for path in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
             if (path / "initdb").exists()), None)
@@ -64,7 +64,7 @@ class PostgresServer:
             self.process = subprocess.Popen(
                 [*self._as, str(BIN / "postgres"), "-D", f"{self.folder}/data", "-p", str(self.port), "-h", "127.0.0.1",
                  "-k", "", "-c", "fsync=off", "-c", "max_connections=40"], stdout=log, stderr=log, cwd="/")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
                 self.sql("SELECT 1", "postgres")
@@ -77,7 +77,7 @@ class PostgresServer:
         """End it at once: its clients are cut off."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-            self.process.wait(60)
+            self.process.wait(PATIENCE_S)
 
     def url(self, database: str = "tap", role: str = "tap") -> str:
         """As a user names it."""

@@ -17,6 +17,7 @@ from schemas.postgres.layout import schema_of
 from schemas.read.captures import read_store_uuid
 from schemas.read.reader import StoreReader
 from tests.schemas.postgres.server import PostgresServer
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import ROOT, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_open import answers
@@ -131,12 +132,12 @@ def test_a_push_that_is_killed_at_any_step_leaves_the_old_or_the_new(
             child = subprocess.Popen([sys.executable, "-m", "vllm_tap", "push", str(store), url, "--catalog", catalog],
                                      cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             asleep = f"FROM pg_stat_activity WHERE datname = '{database}' AND wait_event = 'PgSleep'"
-            assert until(lambda asleep=asleep: postgres.sql(f"SELECT 1 {asleep}"), 60), step
+            assert until(lambda asleep=asleep: postgres.sql(f"SELECT 1 {asleep}")), step
             child.kill()
             child.wait()
             assert answers(reader) == old, step
             postgres.sql(f"SELECT pg_terminate_backend(pid) {asleep}")
-            assert until(lambda asleep=asleep: not postgres.sql(f"SELECT 1 {asleep}"), 60)
+            assert until(lambda asleep=asleep: not postgres.sql(f"SELECT 1 {asleep}"))
             assert answers(reader) == old, step
             postgres.sql(f"DROP TRIGGER stay ON {schema}.{table}", database)
         done = brought(store, url, catalog)
@@ -193,9 +194,9 @@ def test_two_pushes_wait_for_each_other(store: Path, tmp_path: Path, catalog: st
         children = [subprocess.Popen([sys.executable, "-m", "vllm_tap", "push", str(store), url, "--catalog", catalog,
                                       "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
         waiting = f"SELECT 1 FROM pg_stat_activity WHERE datname = '{name_of(catalog)}' AND wait_event_type = 'Lock'"
-        assert until(lambda: len(postgres.sql(waiting)) == 2, 120)
+        assert until(lambda: len(postgres.sql(waiting)) == 2)
         other.rollback()
-    said = [child.communicate(timeout=120)[0] for child in children]
+    said = [child.communicate(timeout=PATIENCE_S)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
     assert sorted('"whole":true' in each for each in said) == [False, True] and "s3cret" not in "".join(said)
     with BucketReader(url, tmp_path / "cache", catalog=catalog) as reader, StoreReader(store) as local:

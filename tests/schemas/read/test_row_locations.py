@@ -68,7 +68,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
                 assert until(lambda: reader.progress(captures[-1]).captured == 4 * ROWS - 2)
             journal = store / "writers" / "w0" / "journal"
             if request.param in ("sealed", "cold"):
-                assert until(lambda: not list(journal.glob("[0-9]*.open")), 30)
+                assert until(lambda: not list(journal.glob("[0-9]*.open")))
         if request.param in ("open", "partly"):
             assert request.param == "open" or until(lambda: list((store / "blocks").glob("*.zarr")))
             assert request.param == "partly" or list(journal.glob("[0-9]*.open"))

@@ -31,6 +31,7 @@ from schemas.wire.messages import (
 )
 from schemas.wire.records import Delete, Own, Record
 from tests.support.api_stack import Process
+from tests.support.processes import PATIENCE_S
 
 Answer = Callable[[FromSender], list[FromWriter]]
 
@@ -347,7 +348,7 @@ def test_a_real_writer_killed_and_started_again(folder: str, tmp_path: Path) -> 
             channel.post(own(capture))
         writer = Process(args, tmp_path / "log")
         for capture in after:
-            channel.submit(own(capture), timeout_s=20)
+            channel.submit(own(capture), timeout_s=PATIENCE_S)
         with pytest.raises(ConflictError, match=before[0]):
             channel.submit(own(before[0]))
         with pytest.raises(NotFoundError):

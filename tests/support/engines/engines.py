@@ -23,6 +23,7 @@ from schemas.manifest import Manifest
 from schemas.read.reader import StoreReader
 from tests.support.models.blocks_reference import BlocksReference
 from tests.support.models.reference import Reference
+from tests.support.processes import PATIENCE_S
 from vllm_tap.tiny_model import LAYERS, tiny_model
 
 SITES = ("resid_post", "attn_out", "mlp_out")
@@ -78,7 +79,7 @@ class Engine:
         tokens = (*output.prompt_token_ids, *output.outputs[sample].token_ids)
         return Captured(id_, tokens, len(output.prompt_token_ids), output, manifest)
 
-    def final(self, id_: str, timeout_s: float = 60) -> Manifest:
+    def final(self, id_: str, timeout_s: float = PATIENCE_S) -> Manifest:
         """The manifest once its status is final."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -17,6 +17,7 @@ from tests.support.engines.accounts import Circumstances, Request, Rows, Seen, c
 from tests.support.engines.draws import Setting
 from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, in_this_process, model, shut_down
 from tests.support.models.coded_model import coded_model
+from tests.support.processes import PATIENCE_S
 
 
 @dataclass
@@ -121,7 +122,7 @@ def counted(llm: Any, name: str) -> int:
     return sum(int(metric.value) for metric in llm.get_metrics() if metric.name == name)
 
 
-def settle(reader: StoreReader, played: Sequence[Played], timeout_s: float = 30) -> None:
+def settle(reader: StoreReader, played: Sequence[Played], timeout_s: float = PATIENCE_S) -> None:
     """Wait until the store knows the end of every capture, as the engine and, if it saw it, as the client."""
     deadline = time.monotonic() + timeout_s
     for one in played:

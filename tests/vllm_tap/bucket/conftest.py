@@ -46,7 +46,7 @@ def grow(store: Path, count: int = 1, **said: Any) -> str:
                 engine.frame([(each, 11, range(8))], codec="raw16", width=WIDTH)
                 engine.finish(each, end=8, output=0)
             engine.wait()
-            assert until(lambda: len(list((store / "blocks").glob("*.zarr"))) > before, 60)
+            assert until(lambda: len(list((store / "blocks").glob("*.zarr"))) > before)
         writer.stop()
     return capture
 
@@ -61,7 +61,7 @@ def erase(store: Path, capture: str) -> None:
     with WriterProcess(store, "--keep-s", "0.1") as writer, Sender(writer.endpoint) as engine:
         engine.delete(capture)
         engine.wait()
-        assert until(lambda: _is_erased(store, capture), 60)
+        assert until(lambda: _is_erased(store, capture))
         writer.stop()
 
 

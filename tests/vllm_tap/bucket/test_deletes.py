@@ -12,6 +12,7 @@ from schemas.errors import BucketError, NotFoundError
 from schemas.ids import new_ulid
 from schemas.objects.objects import Objects
 from tests.support.buckets import FaultProxy
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import SITE
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from tests.vllm_tap.bucket.test_fencing import assert_equal, copy, head_of
@@ -114,7 +115,7 @@ def test_a_bucket_that_keeps_versions_is_told(sample: Sample, store: Path, s3: F
     bucket = f"versions-{new_ulid().lower()}"
     for path, body in ((bucket, b""), (f"{bucket}?versioning", VERSIONED)):
         request = urllib.request.Request(f"http://127.0.0.1:{s3.upstream}/{path}", body, TO_S3, method="PUT")
-        urllib.request.urlopen(request, timeout=60).close()
+        urllib.request.urlopen(request, timeout=PATIENCE_S).close()
     url = f"s3://{bucket}/prefix"
     push(store, url)
     assert check(url).is_versioned

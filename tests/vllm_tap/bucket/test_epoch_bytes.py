@@ -34,7 +34,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 engine.frame([(capture, number, range(TOKENS))], layers=[0], width=WIDTH)
                 engine.finish(capture, end=TOKENS)
                 engine.wait()
-            assert until(lambda: not list((store / "journal").glob("*")) or blocks_of(store) >= 2, 120)
+            assert until(lambda: not list((store / "journal").glob("*")) or blocks_of(store) >= 2)
         writer.stop()
     return store
 

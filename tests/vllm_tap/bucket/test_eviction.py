@@ -141,7 +141,7 @@ def test_readers_beside_it_see_every_row(sample: Sample, store: Path, tmp_path: 
     for _ in range(3):
         seen = rounds.total()
         evict_all(store, url)
-        assert until(lambda least=seen + 6: rounds.total() > least or wrong, 120)
+        assert until(lambda least=seen + 6: rounds.total() > least or wrong)
         recall_all(store)
     ended.set()
     for thread in threads:
@@ -319,7 +319,7 @@ def test_what_is_deleted_waits_for_the_bucket_and_says_so(sample: Sample, store:
     with StoreReader(store) as reader, pytest.raises(NotFoundError):
         reader.slice(other, SITE, [1])
     with WriterProcess(store, "--keep-s", "0.1") as writer:
-        assert until(lambda: _is_erased(store, other), 60)
+        assert until(lambda: _is_erased(store, other))
         writer.stop()
     assert answers(store) == {key: value for key, value in before.items() if key[0] != other}
     assert not fsck(store).bad
@@ -393,9 +393,9 @@ def test_deletes_beside_pushes_that_evict(kind: str, sample: Sample, request: py
         for capture in doomed:
             engine.delete(capture)
             engine.wait()
-            assert until(lambda capture=capture: wrong or _is_erased(store, capture), 120)
+            assert until(lambda capture=capture: wrong or _is_erased(store, capture))
             seen = rounds["read"]
-            assert until(lambda seen=seen: wrong or rounds["read"] > seen, 120)
+            assert until(lambda seen=seen: wrong or rounds["read"] > seen)
         ended.set()
         for thread in threads:
             thread.join()

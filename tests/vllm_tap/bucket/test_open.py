@@ -22,7 +22,7 @@ from schemas.read.reader import StoreReader
 from schemas.read.row_reader import RowReader
 from tests.support.buckets import FaultProxy
 from tests.support.pages.readme import blocks
-from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, until
+from tests.support.store_helpers import SITE, Sender, WriterProcess, engine_info, is_erased, until
 from tests.vllm_tap.bucket.conftest import Sample
 from tests.writer_service.tools.test_compaction import WIDTH
 from tests.writer_service.tools.test_fsck import edit, flip
@@ -64,7 +64,7 @@ def fill(store: Path, captures: list[str], rows: int, codec: str) -> None:
                 engine.frame([(capture, 1, range(rows))], width=1024, codec=codec)
                 engine.finish(capture, end=rows)
             engine.wait()
-            assert until(lambda: list((store / "blocks").glob("w0-*.zarr")), 60)
+            assert until(lambda: list((store / "blocks").glob("w0-*.zarr")))
         writer.stop()
 
 
@@ -208,7 +208,8 @@ def test_a_newer_head_is_seen_on_request(store: Path, sample: Sample, url: str, 
                 engine.finish(capture, end=8)
                 engine.wait()
                 with StoreReader(store) as reader:
-                    assert until(lambda: not reader.erasing() and not list(store.rglob("[0-9]*.open")), 60)
+                    assert until(lambda: is_erased(reader, sample.captures["few"])
+                                 and not list(store.rglob("[0-9]*.open")))
             writer.stop()
         push(store, url)
         assert answers(bucket.reader) == before  # until it is asked for

@@ -21,7 +21,7 @@ from schemas.objects.objects import Objects, Version
 from schemas.read.reader import StoreReader
 from tests.support.buckets import FaultProxy
 from tests.support.forked import tap
-from tests.support.store_helpers import SITE, Sender, WriterProcess, until
+from tests.support.store_helpers import SITE, Sender, WriterProcess, is_erased, until
 from tests.vllm_tap.bucket.conftest import Sample, grow
 from tests.writer_service.tools.test_fsck import edit, flip
 from vllm_tap import open_store
@@ -164,7 +164,7 @@ def test_a_store_that_changes_meanwhile_is_taken_at_a_later_moment(sample: Sampl
             engine.delete(few)
             engine.wait()
             with StoreReader(store) as reader:
-                assert until(lambda: not reader.erasing(), 60)
+                assert until(lambda: is_erased(reader, few))
             writer.stop()
 
     push(store, url, meanwhile)

@@ -19,6 +19,7 @@ from schemas.objects import objects
 from schemas.store.paths import pushing_name
 from schemas.store.pushing import Pushing, forget_pushing, read_pushing, write_pushing
 from tests.support.buckets import FaultProxy
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import until
 from tests.vllm_tap.bucket.conftest import Sample, grow
 from tests.vllm_tap.bucket.serving.test_api import beside
@@ -199,7 +200,7 @@ def test_the_command_pushes_until_a_signal_and_once_more(store: Path, tmp_path: 
         assert process.stdout.readline().startswith(f"{url}: generation 1;")
         new = grow(store)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0 and process.stdout.readline().startswith(f"{url}: generation 2;")
+        assert process.wait(PATIENCE_S) == 0 and process.stdout.readline().startswith(f"{url}: generation 2;")
     assert until(lambda: new in ids(url, tmp_path / "cache"))
 
 

@@ -20,6 +20,7 @@ from schemas.errors import BucketError, TapError
 from schemas.ids import new_ulid
 from schemas.objects.layout import HEAD, INDEX, Head, Stored, digest
 from tests.support.buckets import Fault, FaultProxy
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import ROOT, SITE
 from tests.vllm_tap.bucket.conftest import Sample
 from vllm_tap import open_store
@@ -141,7 +142,7 @@ def test_a_forked_process_is_told_instead_of_waiting_for_ever(store: Path, tmp_p
     program = (f"import os, vllm_tap\nopened = vllm_tap.open_store({url!r}, cache={str(tmp_path / 'cache')!r})\n"
                "if not os.fork():\n    try:\n        opened.refresh()\n    except Exception as error:\n"
                "        print(error, flush=True)\n    os._exit(0)\nos.wait()\n")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE_S,
                           env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
     assert "used before this process was forked" in done.stdout
     assert urlsplit(url).scheme == "file"

@@ -34,7 +34,7 @@ from schemas.store.paths import KEYS_FILE
 from schemas.wire.records import Own
 from tests.support.engines.engine_player import WIDTH, EnginePlayer, decoded
 from tests.support.forked import tap
-from tests.support.processes import free_port, runs
+from tests.support.processes import PATIENCE_S, free_port, runs
 from tests.vllm_tap.serve.test_supervisor import until
 from vllm_tap import AsyncClient, Client, open_store
 from vllm_tap import Store as TapStore
@@ -396,7 +396,7 @@ def test_output_that_cannot_be_written_is_one_line_or_none(
     asked = [sys.executable, "-m", "vllm_tap", name, *([stored.whole] if name == "show" else []), *flags,
              *(["--store", str(stored.path)] if name != "version" else [])]
     done = subprocess.run(["bash", "-c", f'"$@" {output}; exit ${{PIPESTATUS[0]}}', "-", *asked], env=environment,
-                          stderr=subprocess.PIPE, text=True, timeout=60)
+                          stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == ends
 
 
@@ -600,7 +600,7 @@ def test_what_a_configuration_says_is_told_before_anything_is_loaded(
                     ["serve", "one/model", "--arm", "mlp_out.3"],
                     ["capture", "x.jsonl", "--model", "one/model", "--sites", "resid_post.3"]):
         done = subprocess.run([sys.executable, "-c", script, *map(str, command), *more], capture_output=True, text=True,
-                              timeout=60, cwd=tmp_path, check=False, env={
+                              timeout=PATIENCE_S, cwd=tmp_path, check=False, env={
                                   **os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")})
         assert_refused(done, says)
 
@@ -729,7 +729,7 @@ def test_what_is_said_beside_a_start_is_passed_on_and_heard(tmp_path: Path) -> N
               "    with output_heard() as causes:\n        print('mine')\n"
               "        subprocess.run([sys.executable, '-c', 'import sys; print(1); sys.exit(\"a.BError: theirs\")'])\n"
               "        raise ValueError\nexcept ValueError:\n    print('heard', causes.cause)\n")
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, cwd=ROOT)
     assert (done.stdout, done.stderr) == ("mine\n1\nheard a.BError: theirs\n", "a.BError: theirs\n")
 
 
@@ -744,7 +744,7 @@ def test_a_capture_that_is_terminated_leaves_nothing_behind(tmp_path: Path, sock
         assert any("starting vLLM" in line for line in process.stderr)
         assert [each for each in sockets.iterdir() if each.name.startswith("vllm-tap-")]
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
     assert not [each for each in sockets.iterdir() if each.name.startswith("vllm-tap-")]
     assert is_free(tmp_path / "store")
@@ -810,7 +810,7 @@ def test_capture_runs_a_file_of_prompts_and_goes_on_after_a_kill(tmp_path: Path)
 
     # Where nothing is left to do, no engine is started for it.
     whole = [*command[:command.index("--output")], "--limit", "3"]
-    third = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=60)
+    third = subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert third.returncode == 0 and "3 of 3 prompts are captured already" in third.stderr
     assert "starting vLLM" not in third.stderr
 

@@ -29,6 +29,7 @@ from schemas.ids import new_ulid  # noqa: E402
 from schemas.read.reader import StoreReader  # noqa: E402
 from schemas.read.slices import RowFormat  # noqa: E402
 from schemas.store.segment import parse_frame  # noqa: E402
+from tests.support.processes import PATIENCE_S  # noqa: E402
 from tests.support.store_helpers import ROOT, Sender, WriterProcess, engine_info, expected_pieces, until  # noqa: E402
 from vllm_tap import open_store  # noqa: E402
 from vllm_tap.errors import MissingRows  # noqa: E402
@@ -491,7 +492,7 @@ for each in (kept, *(module for name, module in sys.modules.items() if name.star
 def test_an_iterator_that_is_left_ends_with_the_interpreter_without_a_word(made: Made) -> None:
     """By then nothing is left of what modules have imported."""
     done = subprocess.run([sys.executable, "-c", ABANDONED, str(made.path)], capture_output=True, text=True,
-                          timeout=120, check=False, cwd=ROOT)
+                          timeout=PATIENCE_S, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
 
 

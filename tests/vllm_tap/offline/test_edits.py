@@ -20,6 +20,7 @@ from schemas.edits.arms import EditArms
 from schemas.edits.vectors import digest_of
 from schemas.errors import TapError
 from schemas.probes import parse_probes
+from tests.support.processes import PATIENCE_S
 from vllm_tap import open_store
 from vllm_tap.offline.job import CaptureJob
 from vllm_tap.offline.prompt_file import read_edits
@@ -125,7 +126,7 @@ def test_an_engine_makes_them_prompt_by_prompt(tmp_path: Path, capsys: pytest.Ca
                "--edit", "resid_post.1,resid_post.2", "--edit-rows", "4", "--edits", str(tmp_path / "edits.json"),
                "--vector", f"tone={tmp_path / 'tone.safetensors'}"]
     environment = {**os.environ, "VLLM_CPU_CI_ENV": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     captures = {line["line"]: line["capture"] for line in map(json.loads, out.read_text().splitlines())}
     assert sorted(captures) == list(range(1, len(lines) + 1))

@@ -10,6 +10,7 @@ import pytest
 
 from schemas.wire.line_times import LineTimes, line_times_of
 from tests.engine_side.transport.test_sender import LAYERS, MIB, TOKENS, WIDTH, Tapped, manifest_of
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import PROGRAMS, WriterProcess
 from vllm_tap.offline.job import CaptureJob
 from vllm_tap.offline.limit import limit_lines
@@ -34,7 +35,7 @@ def times_of(store: Path, durability: str, ring_bytes: int) -> tuple[LineTimes, 
         capture = tapped.whole(TOKENS)
         seconds = time.monotonic() - began
         assert manifest_of(store, capture).status == "complete"
-        tapped.close(timeout_s=30.0)
+        tapped.close(timeout_s=PATIENCE_S)
         lines = writer.stop().splitlines()
     assert any(line.startswith("writer stopped") for line in lines)
     return next((found for line in lines if (found := line_times_of(line)) is not None), LineTimes()), seconds

@@ -77,7 +77,7 @@ def test_an_epoch_over_two_workers_is_the_loaders_rows(cluster: Any, made: Made,
 
     def tell_worker(batch: dict[str, Any]) -> dict[str, Any]:
         (seen / str(os.getpid())).mkdir(parents=True, exist_ok=True)
-        until(lambda: len(list(seen.iterdir())) > 1, 120)  # the other has begun too
+        until(lambda: len(list(seen.iterdir())) > 1)  # the other has begun too
         return {**batch, "worker": np.full(len(batch["row"]), os.getpid())}
 
     assert data.count() == made.rows

@@ -17,7 +17,7 @@ import pytest
 from schemas.checks import check_can_listen
 from schemas.errors import StartError, TapError
 from tests.programs.supervised import PACE
-from tests.support.processes import free_port, runs
+from tests.support.processes import PATIENCE_S, free_port, runs
 from vllm_tap.cli.main import app
 from vllm_tap.serve.child import ServiceCommand, ServiceProcess, SessionGuard
 from vllm_tap.serve.guard import session_members
@@ -55,7 +55,7 @@ class Supervised:
                     if b"guard\0" in Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"guard.py", b""))
 
     def until_ready(self) -> None:
-        until(lambda: "ALL READY" in self.text(), 60, self.text)
+        until(lambda: "ALL READY" in self.text(), explain=self.text)
 
     def assert_nothing_left(self, seconds: float) -> None:
         until(lambda: not any(map(runs, self.everything())), seconds,
@@ -65,10 +65,10 @@ class Supervised:
         for pid in [self.process.pid, *self.everything()]:
             if runs(pid):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(60)
+        self.process.wait(PATIENCE_S)
 
 
-def until(condition: Callable[[], bool], seconds: float, explain: Callable[[], str] = lambda: "") -> None:
+def until(condition: Callable[[], bool], seconds: float = PATIENCE_S, explain: Callable[[], str] = lambda: "") -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {explain()}"
@@ -93,7 +93,7 @@ def test_a_signal_stops_everything_in_order(start: Callable[..., Supervised], nu
     run = start()
     run.until_ready()
     run.process.send_signal(number)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
     run.assert_nothing_left(20)
     assert (run.folder / "order").read_text().split() == ["api", "writer"]
     assert "killed" not in run.text()
@@ -104,7 +104,7 @@ def test_pushes_are_stopped_last_so_that_what_the_writer_sealed_goes_up(start: C
     run = start("pushes")
     run.until_ready()
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
     assert (run.folder / "order").read_text().split() == ["api", "writer", "push"] and "at most 74 s" in run.text()
 
 
@@ -114,7 +114,7 @@ def test_pushes_that_die_again_and_again_end_nothing(start: Callable[..., Superv
     until(lambda: len(run.pids("push")) > 7, 60, run.text)
     assert run.process.poll() is None and len(run.pids("writer")) == len(run.pids("api")) == 1
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
 
 
 def test_a_stubborn_engine_is_killed_within_the_time(start: Callable[..., Supervised]) -> None:
@@ -122,7 +122,7 @@ def test_a_stubborn_engine_is_killed_within_the_time(start: Callable[..., Superv
     run.until_ready()
     began = time.monotonic()
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
     assert 12 * PACE < time.monotonic() - began < 14.5 * PACE + 10
     run.assert_nothing_left(20)
     assert "engine did not end in time and was killed" in run.text()
@@ -133,7 +133,7 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Supervised]) -> No
     run = start("stubborn")
     run.until_ready()
     run.process.send_signal(signal.SIGINT)
-    until(lambda: "stopping" in run.text(), 30)
+    until(lambda: "stopping" in run.text())
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(4) == 0
     run.assert_nothing_left(20)
@@ -141,9 +141,9 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Supervised]) -> No
 
 def test_a_stop_while_the_engine_is_still_loading(start: Callable[..., Supervised]) -> None:
     run = start()
-    until(lambda: bool(run.pids("writer")), 30)
+    until(lambda: bool(run.pids("writer")))
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
     run.assert_nothing_left(20)
 
 
@@ -157,7 +157,7 @@ def test_a_killed_writer_or_api_is_started_again(start: Callable[..., Supervised
     assert f"{name} ended (SIGKILL): starting it again" in run.text()
     assert run.pids("engine") == engine and runs(engine[0])
     run.process.send_signal(signal.SIGTERM)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
     run.assert_nothing_left(20)
 
 
@@ -166,7 +166,7 @@ def test_the_death_of_the_engine_ends_the_whole(start: Callable[..., Supervised]
     run.until_ready()
     worker = run.pids("worker")[0]
     os.kill(run.pids("engine")[0], signal.SIGKILL)
-    assert run.process.wait(60) == 1
+    assert run.process.wait(PATIENCE_S) == 1
     assert not runs(worker)
     run.assert_nothing_left(20)
     assert "engine ended (SIGKILL); everything is stopped" in run.text()
@@ -174,17 +174,17 @@ def test_the_death_of_the_engine_ends_the_whole(start: Callable[..., Supervised]
 
 def test_a_stop_does_not_wait_long_for_an_engine_that_is_still_loading(start: Callable[..., Supervised]) -> None:
     run = start("loading")
-    until(lambda: bool(run.pids("engine")) and "api is ready" in run.text(), 30)
+    until(lambda: bool(run.pids("engine")) and "api is ready" in run.text())
     began = time.monotonic()
     run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 0
+    assert run.process.wait(PATIENCE_S) == 0
     assert time.monotonic() - began < 12
     run.assert_nothing_left(20)
 
 
 def test_an_engine_that_cannot_start_ends_the_whole_with_its_last_lines(start: Callable[..., Supervised]) -> None:
     run = start("engine-fails")
-    assert run.process.wait(60) == 1
+    assert run.process.wait(PATIENCE_S) == 1
     assert "engine ended (exit code 3) before it was ready; its last lines:\n    " in run.text()
     # What vLLM prints after our own reason fills more lines than are kept.
     assert "    no such model\n    why: cannot arm q; this model offers: resid_post\n" in run.text()
@@ -193,7 +193,7 @@ def test_an_engine_that_cannot_start_ends_the_whole_with_its_last_lines(start: C
 
 def test_of_what_an_engine_raises_the_cause_is_told_last(start: Callable[..., Supervised]) -> None:
     run = start("engine-raises")
-    assert run.process.wait(60) == 1
+    assert run.process.wait(PATIENCE_S) == 1
     assert ("\n    why: torch.OutOfMemoryError: no memory for that\n    what helps: `-- --gpu-memory-utilization 0.8`"
             ) in run.text()
     run.assert_nothing_left(20)
@@ -218,7 +218,7 @@ def test_what_counts_as_raised(line: str, raised: str | None, tmp_path: Path) ->
 
 def test_arguments_that_the_engine_does_not_take_are_told_in_a_line(start: Callable[..., Supervised]) -> None:
     run = start("engine-refuses")
-    assert run.process.wait(60) == 2
+    assert run.process.wait(PATIENCE_S) == 2
     assert "engine ended (exit code 2) before it was ready" in run.text()
     assert "engine | engine: error: unrecognized arguments: --bogus" in run.text()
     assert "--flag" not in run.text(), "the engine's usage text buries its one line"
@@ -227,7 +227,7 @@ def test_arguments_that_the_engine_does_not_take_are_told_in_a_line(start: Calla
 
 def test_a_writer_that_keeps_dying_ends_the_whole(start: Callable[..., Supervised]) -> None:
     run = start("writer-dies")
-    assert run.process.wait(30) == 1
+    assert run.process.wait(PATIENCE_S) == 1
     assert len(run.pids("writer")) == 6
     assert "writer ended (exit code 7) for the 6th time" in run.text()
     run.assert_nothing_left(20)
@@ -240,13 +240,13 @@ def test_nothing_outlives_a_killed_supervisor(start: Callable[..., Supervised], 
     guard = run.guard()
     run.process.kill()
     run.assert_nothing_left(12 * PACE + 20)
-    until(lambda: not runs(guard), 30)
+    until(lambda: not runs(guard))
     assert not (run.folder / "sockets").exists()
 
 
 def test_nothing_outlives_a_supervisor_killed_while_starting(start: Callable[..., Supervised]) -> None:
     run = start()
-    until(lambda: bool(run.pids("writer")), 30)
+    until(lambda: bool(run.pids("writer")))
     run.process.kill()
     run.assert_nothing_left(12)
 
@@ -256,7 +256,7 @@ def test_a_killed_guard_is_replaced_and_does_its_work(start: Callable[..., Super
     run.until_ready()
     first = run.guard()
     os.kill(first, signal.SIGKILL)
-    until(lambda: "starting another" in run.text(), 30)
+    until(lambda: "starting another" in run.text())
     time.sleep(0.5)
     assert run.guard() != first
     run.process.kill()

@@ -18,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.support.pages.readme import blocks, commands
-from tests.support.processes import descendants, free_port, runs
+from tests.support.processes import PATIENCE_S, descendants, free_port, runs
 from tests.vllm_tap.serve.test_supervisor import until
 
 pytest.importorskip("vllm")
@@ -58,7 +58,7 @@ class Serve:
         body = {"model": "tiny", "prompt": "The sea", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
                 "stream": True, "capture": {}}
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         seen.set()
@@ -68,7 +68,7 @@ class Serve:
 
     def complete(self) -> dict[str, Any]:
         """A short completion with a capture, which must come out complete."""
-        answer = httpx.post(f"{self.url}/v1/completions", timeout=60, json={
+        answer = httpx.post(f"{self.url}/v1/completions", timeout=PATIENCE_S, json={
             "model": "tiny", "prompt": "The sea", "max_tokens": 8, "temperature": 0, "capture": {"codec": "raw"}})
         assert answer.status_code == 200, answer.text
         manifest = self.final(answer.json()["capture"]["id"])
@@ -77,7 +77,8 @@ class Serve:
 
     def final(self, ref: str) -> dict[str, Any]:
         """The manifest once the capture is final."""
-        answer = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 30}, timeout=40)
+        answer = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 30},
+                           timeout=PATIENCE_S)
         return dict(answer.json())
 
 
@@ -104,7 +105,7 @@ def run_the_readme(run: Serve) -> None:
         if command.startswith("curl "):
             command = command.replace("curl ", "curl --silent --show-error --fail-with-body ", 1)
         done = subprocess.run(["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True,
-                              timeout=120)
+                              timeout=PATIENCE_S)
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     arrays = load_file(folder / "slice.safetensors")
     assert arrays["resid_post.3"].shape[0] == 8
@@ -112,12 +113,12 @@ def run_the_readme(run: Serve) -> None:
     # What trains on a file of prompts needs the store of one: docs/howto/sae-training.md has the same lines, which run.
     for block in (block for block in blocks("python", first) if "activations(" not in block):
         done = subprocess.run([sys.executable, "-c", here(block)], cwd=folder, env=environment, capture_output=True,
-                              text=True, timeout=120)
+                              text=True, timeout=PATIENCE_S)
         assert done.returncode == 0, f"{block}\n{done.stderr}"
     # The tutorial of the lens is one session of Python.
     session = here("\n".join(blocks("python", "docs/tutorials/logit-lens.md")))
     done = subprocess.run([sys.executable, "-c", session], cwd=folder, env=environment, capture_output=True, text=True,
-                          timeout=120)
+                          timeout=PATIENCE_S)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}"
     assert (folder / "lens.png").stat().st_size > 5000
 
@@ -143,9 +144,9 @@ def test_deaths_under_traffic(run: Serve) -> None:
     seen, results = threading.Event(), list[str]()
     streaming = threading.Thread(target=run.stream, args=(400, seen, results))
     streaming.start()
-    assert seen.wait(30)
+    assert seen.wait(PATIENCE_S)
     os.kill(run.child("writer_service"), signal.SIGKILL)
-    streaming.join(60)
+    streaming.join(PATIENCE_S)
     assert not any(line.startswith("error") for line in results)
     until(lambda: "writer ended (SIGKILL): starting it again" in run.text(), 60, run.text)
     manifest = run.final(next(json.loads(line[6:])["id"] for line in results))
@@ -161,7 +162,7 @@ def test_deaths_under_traffic(run: Serve) -> None:
     seen, results = threading.Event(), list[str]()
     streaming = threading.Thread(target=run.stream, args=(3500, seen, results))
     streaming.start()
-    assert seen.wait(30)
+    assert seen.wait(PATIENCE_S)
     everything = descendants(run.process.pid)
     assert len(everything) >= 6  # guard, writer, API, vLLM's server, its core and its worker
     run.process.kill()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from schemas.errors import ArgumentError, StartError
+from tests.support.processes import PATIENCE_S
 from vllm_tap.sites.description import SiteEntry, SiteList, describe, load_config
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +141,7 @@ def tap(*arguments: object, **environment: str) -> subprocess.CompletedProcess[s
     script = ("import sys\nfrom vllm_tap.cli.main import main\ntry:\n    main()\nfinally:\n"
               "    assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\n")
     return subprocess.run([sys.executable, "-c", script, "sites", *map(str, arguments)], capture_output=True, text=True,
-                          timeout=60, check=False, env={**os.environ, **environment})
+                          timeout=PATIENCE_S, check=False, env={**os.environ, **environment})
 
 
 def test_the_command_prints_a_table_of_a_hundred_columns(tmp_path: Path) -> None:

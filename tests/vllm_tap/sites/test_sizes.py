@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from engine_side.tap.staging import allocate
 from schemas.errors import ArgumentError, StartError
 from schemas.spec import parse_spec
+from tests.support.processes import PATIENCE_S
 from vllm_tap.cli.main import app
 from vllm_tap.sites.description import load_config
 from vllm_tap.sites.sizes import Sizes, size
@@ -98,5 +99,5 @@ def test_it_loads_neither_torch_nor_vllm(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     code = (f"import sys; sys.argv = ['vllm-tap', 'sizes', {str(tmp_path)!r}]; from vllm_tap.cli.main import app\n"
             "try:\n    app()\nfinally:\n    assert not {'torch', 'vllm', 'transformers'} & set(sys.modules)\n")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0 and "30,464 bytes a token" in done.stdout, done.stderr

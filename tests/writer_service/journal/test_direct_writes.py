@@ -16,6 +16,7 @@ import pytest
 
 from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
 from tests.support.writers.power import Certain
 from tests.writer_service.seal.test_sealing import can_write_direct, pages_in_memory
@@ -215,7 +216,7 @@ def test_a_writer_killed_in_a_direct_write_recovers(
             sent(engine, capture, 0, number, number + 1)
             engine.wait()
         sent(engine, capture, 0, call - 1)
-        writer.process.wait(20)
+        writer.process.wait(PATIENCE_S)
         durable = engine.durable - before
     assert durable >= call - 1
     with WriterProcess(store) as writer, greeted(writer, tmp_path, 0) as engine:

@@ -176,9 +176,9 @@ def test_many_codecs_at_once_do_not_take_a_descriptor_each(tmp_path: Path) -> No
         for number in range(count):
             engine.frame([(capture, 1, [number])], codec=f"rp8:k=64,seed={number}")
             if number % 20 == 0:  # what has not reached the disk stays open, and a disk may be slow
-                engine.wait(timeout_s=60)
+                engine.wait()
                 most = max(most, len(list(Path(f"/proc/{writer.process.pid}/fd").iterdir())))
-        engine.wait(timeout_s=60)
+        engine.wait()
         assert not engine.refused
         most = max(most, len(list(Path(f"/proc/{writer.process.pid}/fd").iterdir())))
         assert most < 150, most

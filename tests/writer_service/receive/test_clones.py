@@ -264,7 +264,7 @@ def test_a_hello_that_never_went_out_is_told_to_nobody(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(Nonces, "draw", counted)
     tapped, channel = Tapped(nowhere), ControlChannel(nowhere, "api")
-    assert until(lambda: turns[id(tapped.sender.window.nonces)] >= 5, 60)
+    assert until(lambda: turns[id(tapped.sender.window.nonces)] >= 5)
     tapped.close()
     channel.close(0.1)
     assert len(tapped.sender.window.nonces.draw()) == len(channel.window.nonces.draw()) == 1

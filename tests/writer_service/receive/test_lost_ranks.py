@@ -26,14 +26,14 @@ def test_who_is_lost_is_told_again_after_a_commit_that_failed(tmp_path: Path, mo
         assert not until(lambda: reader.lost_ranks(ranks.info.group), 2 * LOST_S)
         broken.touch()
         ranks.kill(2)
-        assert until(fired.exists, 60) and reader.lost_ranks(ranks.info.group) == []
+        assert until(fired.exists) and reader.lost_ranks(ranks.info.group) == []
         broken.unlink()
-        assert until(lambda: reader.lost_ranks(ranks.info.group) == [2], 60)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [2])
         assert reader.lost_ranks(other.info.group) == [] == reader.lost_ranks("")
         ranks.start(2)
-        assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [])
         ranks.kill(1)
-        assert until(lambda: reader.lost_ranks(ranks.info.group) == [1], 60)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [1])
     assert_consistent(store)
 
 
@@ -43,16 +43,16 @@ def test_an_engine_that_has_ended_has_no_lost_ranks(tmp_path: Path) -> None:
     with WriterProcess(store, *FLAGS) as writer, StoreReader(store) as reader:
         with LivingRanks(writer.endpoint, RANKS) as ranks:
             ranks.kill(2)
-            assert until(lambda: reader.lost_ranks(ranks.info.group) == [2], 60)
-        assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
+            assert until(lambda: reader.lost_ranks(ranks.info.group) == [2])
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [])
     with WriterProcess(store, *FLAGS) as writer, LivingRanks(writer.endpoint, RANKS) as ranks, \
             StoreReader(store) as reader:
         ranks.kill(1)
-        assert until(lambda: reader.lost_ranks(ranks.info.group) == [1], 60)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [1])
         writer.kill()
     with WriterProcess(store, *FLAGS), StoreReader(store) as reader:
         assert reader.lost_ranks(ranks.info.group) == [1]
-        assert until(lambda: reader.lost_ranks(ranks.info.group) == [], 60)
+        assert until(lambda: reader.lost_ranks(ranks.info.group) == [])
     assert_consistent(store)
 
 
@@ -64,14 +64,14 @@ def test_an_engine_of_one_rank_is_lost_where_others_of_its_server_go_on(tmp_path
             LivingRanks(writer.endpoint, 1, "01T-abc-0") as alone:
         first.kill(0)
         alone.kill(0)
-        assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0]}, 60)
+        assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0]})
         assert reader.lost_of_server("01S-abc-0") == reader.lost_of_server("01S-abc-1")
         assert reader.lost_ranks("01S-abc-1") == [0] and reader.lost_ranks("01T-abc-0") == []
         writer.kill()  # the next one never hears of it, but for what this one told
         writer.start()
         assert not until(lambda: reader.lost_ranks("01S-abc-1") != [0], 4 * LOST_S)
         first.start(0)
-        assert until(lambda: reader.lost_ranks("01S-abc-1") == [], 60)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [])
         with first.lock:
             first.all[0].bye()
         first.kill(0)
@@ -85,9 +85,9 @@ def test_an_engine_of_several_ranks_is_lost_whole_where_others_of_its_server_go_
             LivingRanks(writer.endpoint, 2, "01S-abc-0") as first, LivingRanks(writer.endpoint, 2, "01S-abc-1"):
         for rank in (0, 1):
             first.kill(rank)
-        assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0, 1]}, 60)
+        assert until(lambda: reader.lost_of_server("01S-abc-1") == {"data-parallel engine 0": [0, 1]})
         first.start(1)
-        assert until(lambda: reader.lost_ranks("01S-abc-1") == [0], 60)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [0])
     assert_consistent(tmp_path / "store")
 
 
@@ -97,11 +97,11 @@ def test_of_a_server_that_ended_while_no_writer_ran_nobody_is_lost(tmp_path: Pat
             LivingRanks(writer.endpoint, 1, "01S-abc-0") as first, \
             LivingRanks(writer.endpoint, 1, "01S-abc-1") as other:
         first.kill(0)
-        assert until(lambda: reader.lost_ranks("01S-abc-1") == [0], 60)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [0])
         writer.kill()
         other.kill(0)
         writer.start()
-        assert until(lambda: reader.lost_ranks("01S-abc-1") == [], 60)
+        assert until(lambda: reader.lost_ranks("01S-abc-1") == [])
     assert_consistent(store)
 
 

@@ -27,7 +27,7 @@ from schemas.wire.curve import make_sender, secure_sender
 from schemas.wire.messages import Hello, Welcome
 from tests.engine_side.transport.test_sender import LAYERS, MIB, Tapped, manifest_of
 from tests.schemas.wire.test_curve import hello
-from tests.support.processes import descendants, free_port, runs
+from tests.support.processes import PATIENCE_S, descendants, free_port, runs
 from tests.support.store_helpers import PROGRAMS, ROOT, SITE, Sender, WriterProcess, engine_info, until
 from tests.writer_service.test_metrics import scrape
 from writer_service.receive.porter import Door, Guest, crowded, peer_of
@@ -127,7 +127,7 @@ def to(address: tuple[str, int] | str, source: str = "") -> socket.socket:
 
 def assert_whole(store: Path, tapped: Tapped, capture: str, *steps: int) -> None:
     """Every row of its steps is there, once."""
-    assert until(lambda: manifest_of(store, capture).status == "complete", 120.0)
+    assert until(lambda: manifest_of(store, capture).status == "complete")
     manifest = manifest_of(store, capture)
     assert manifest.captured == manifest.expected
     assert sum(extent.rows for extent in manifest.sites[0].extents) == sum(steps)
@@ -145,7 +145,7 @@ def test_connections_without_a_key_end_no_writer(place: Place, source: str) -> N
     near = Tapped(place.writer.endpoint)
     first = far.whole(700)
     attack = Attack(lambda: to(("127.0.0.1", place.port), source))
-    assert until(lambda: attack.opened > 3000 or not place.lives(), 60.0)
+    assert until(lambda: attack.opened > 3000 or not place.lives())
     for _ in range(10):
         message = Hello(new_ulid(), "engine", 1, engine=engine_info())
         assert isinstance(hello(place.writer.endpoint, None, message, 30_000), Welcome) and place.lives()
@@ -177,7 +177,7 @@ def test_whoever_begins_a_handshake_must_end_it(place: Place) -> None:
 def test_connections_of_this_host_end_no_writer(place: Place) -> None:
     """Nor do those that are whole senders, one more than there is room for; when one goes another finds room."""
     attack = Attack(lambda: to(place.local))
-    assert until(lambda: attack.opened > 3000 or not place.lives(), 60.0)
+    assert until(lambda: attack.opened > 3000 or not place.lives())
     attack.end()
     assert place.lives()
     senders: list[Sender] = []
@@ -213,7 +213,7 @@ def test_one_address_cannot_have_all_places(place: Place) -> None:
         assert refused(place, "peer") >= 1
         assert come("127.0.0.3")
         held[0].close()
-        assert until(lambda: bool(held[most].poll(0, zmq.POLLOUT) or held[most + 1].poll(0, zmq.POLLOUT)), 30.0)
+        assert until(lambda: bool(held[most].poll(0, zmq.POLLOUT) or held[most + 1].poll(0, zmq.POLLOUT)))
     finally:
         context.destroy(linger=0)
 
@@ -261,7 +261,7 @@ def test_readers_of_metrics_take_few_descriptors(place: Place) -> None:
     assert descriptors(place) < 150
     for one in held:
         one.close()
-    assert until(lambda: _scrapes(place.metrics), 20.0)
+    assert until(lambda: _scrapes(place.metrics))
 
 
 def _ignores(pid: int, number: int) -> bool:
@@ -316,7 +316,7 @@ def test_a_porter_that_stands_still_is_replaced(tmp_path: Path, monkeypatch: pyt
         tapped.step(under_way, 500, 400)
         tapped.finish(under_way, 900)
         last = tapped.whole(5000)
-        assert until(lambda: not runs(before), 120.0)
+        assert until(lambda: not runs(before))
         for capture, steps in [(first, (300,)), (under_way, (500, 400)), (last, (5000,))]:
             assert_whole(place.writer.store, tapped, capture, *steps)
         tapped.close()
@@ -343,7 +343,7 @@ def test_no_engine_is_lost_for_a_porter_that_stands_still(tmp_path: Path, monkey
 
         assert not until(lambda: status() != "running", 10.0)
         os.kill(porter, signal.SIGCONT)
-        assert until(lambda: status() == "incomplete", 60.0)  # now the silence is its own
+        assert until(lambda: status() == "incomplete")  # now the silence is its own
         engine.close()
 
 
@@ -409,7 +409,7 @@ def test_a_porter_may_take_long_to_begin(tmp_path: Path, monkeypatch: pytest.Mon
     with porter_of(tmp_path) as porter:
         now = itertools.count(1000).__next__
         (pid,) = set(porters(os.getpid())) - others
-        assert until(lambda: not porter.look(now()), 120.0)
+        assert until(lambda: not porter.look(now()))
         assert set(porters(os.getpid())) - others and not runs(pid)
 
 
@@ -461,5 +461,5 @@ def test_too_few_descriptors_are_said_at_the_start(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, str(PROGRAMS / "few_descriptors.py"), "--store", str(tmp_path / "store"),
          "--endpoint", f"ipc://{tmp_path}/s/w"], env={**os.environ, "PYTHONPATH": str(ROOT), "FEW_DESCRIPTORS": "200"},
-        cwd=ROOT, capture_output=True, text=True, timeout=60)
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
     assert run.returncode == 2 and "ulimit -n" in run.stderr and not (tmp_path / "store").exists()

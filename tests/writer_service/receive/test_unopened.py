@@ -53,7 +53,7 @@ def test_a_capture_that_its_leader_never_opened_fails(tmp_path: Path, how: str) 
         elif how == "it is silent":
             ranks.kill(0)
         assert until(lambda: reader.capture(capture).status in ("pending", "failed"))
-        assert until(lambda: reader.capture(capture).status == "failed", 60)
+        assert until(lambda: reader.capture(capture).status == "failed")
         words = {"it did not take it": "did not open it: too much waited for the writer, or it was refused",
                  "it ended": "ended", "it is silent": "has no sender any more"}
         assert reader.manifest(capture).failed == f"other ranks joined it, but rank 0 of its engine {words[how]}"
@@ -80,7 +80,7 @@ def test_a_leader_that_greets_again_has_not_said_yet_what_waits(tmp_path: Path) 
         with ranks.lock:
             begin_and_end(ranks, capture)
             ranks.dead.remove(ranks.leader)
-        assert until(lambda: reader.capture(capture).status == "complete", 60)
+        assert until(lambda: reader.capture(capture).status == "complete")
     assert_consistent(store)
 
 
@@ -95,5 +95,5 @@ def test_what_waits_at_the_leader_may_still_open_it(tmp_path: Path) -> None:
         assert not until(lambda: reader.capture(capture).status == "failed", 5 * LOST_S)
         with ranks.lock:
             begin_and_end(ranks, capture)
-        assert until(lambda: reader.capture(capture).status == "complete", 60)
+        assert until(lambda: reader.capture(capture).status == "complete")
     assert_consistent(store)

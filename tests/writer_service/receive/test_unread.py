@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from tests.support.processes import PATIENCE_S
 from writer_service.receive import sockets
 
 ROUNDS = 50  # without the writer's own setting one in some 50 to 600 ended never
@@ -37,6 +38,6 @@ def test_the_end_does_not_wait_for_a_peer_that_went(tmp_path: Path) -> None:
         router.close()
         ended = threading.Thread(target=context.term, daemon=True)
         ended.start()
-        ended.join(30)
+        ended.join(PATIENCE_S)
         assert not ended.is_alive(), f"round {number}"
         leaving.join()

@@ -24,6 +24,7 @@ from schemas.ids import new_ulid
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.wire.messages import encode
 from tests.support.consistency import dump
+from tests.support.processes import PATIENCE_S
 from tests.support.ranks import LAYERS, Ranks
 from tests.support.ranks import SITES as RANK_SITES
 from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_adds_up, assert_rows, until
@@ -278,7 +279,7 @@ def test_a_catalog_whose_index_does_not_match_is_rebuilt(tmp_path: Path, at_star
                 file.unlink()
             path.write_bytes(stale)
         else:
-            assert writer.process.wait(20) == 1
+            assert writer.process.wait(PATIENCE_S) == 1
             writer.kill()  # it has ended
             assert not path.exists() and list(store.glob("catalog.damaged*"))
         writer.start()
@@ -484,7 +485,7 @@ def test_a_seal_cut_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         engine.wait()
         assert status_is(store, capture, "complete")
         writer.process.terminate()
-        writer.process.communicate(timeout=20)
+        writer.process.communicate(timeout=PATIENCE_S)
         assert writer.process.returncode == (-9 if SEAL_CUTS[name].endswith("die") else 0)
         with StoreReader(store) as reader:  # wherever the file is now
             assert_rows(reader.slice(capture, SITE, [0, 1], 0, 9), 1, range(9))

@@ -26,7 +26,17 @@ from schemas.read.reader import LiveRows, StoreReader, read_store_uuid
 from schemas.store.cold_block import CHUNK_ROWS, ColdBlock, open_cold
 from tests.support.consistency import assert_consistent, dump
 from tests.support.forked import tap
-from tests.support.store_helpers import PROGRAMS, SITE, Sender, WriterProcess, assert_rows, engine_info, until
+from tests.support.processes import PATIENCE_S
+from tests.support.store_helpers import (
+    PROGRAMS,
+    SITE,
+    Sender,
+    WriterProcess,
+    assert_rows,
+    engine_info,
+    is_erased,
+    until,
+)
 from tests.support.writers.power import Certain
 from tests.writer_service.tools.test_fsck import edit, flip
 from tests.writer_service.upkeep.test_erasing import Killed, cut_short, look_after
@@ -235,7 +245,7 @@ def bare_start(store: Path) -> str:
     """What a writer without numcodecs says from its start to its end."""
     with WriterProcess(store, "--keep-s", "1000", script=PROGRAMS / "bare_writer.py") as writer:
         writer.process.send_signal(signal.SIGTERM)
-        return writer.process.communicate(timeout=30)[1]
+        return writer.process.communicate(timeout=PATIENCE_S)[1]
 
 
 def test_a_training_state_of_before_is_refused_after(sample: Sample, store: Path) -> None:
@@ -281,12 +291,12 @@ def test_the_loader_goes_on(sample: Sample, store: Path, packed: bool) -> None:
         api.delete(few)  # its neighbours move once more
         api.wait()
         with StoreReader(store) as reader:
-            assert until(lambda: not reader.erasing(), 30)
+            assert until(lambda: is_erased(reader, few))
         assert list(batches()) == before
         api.delete(sample.captures["long"])
         api.wait()
         with StoreReader(store) as reader:
-            assert until(lambda: not reader.erasing(), 30)
+            assert until(lambda: is_erased(reader, sample.captures["long"]))
         with pytest.raises(NotFoundError):
             list(batches())
         writer.stop()
@@ -363,7 +373,7 @@ def test_deletes_make_the_block_anew(sample: Sample, store: Path, victim: str) -
             api.delete(sample.captures[victim])
             api.wait()
             assert_rows(reader.slice(sample.captures["other"], SITE, [0, 2]), 2, range(ROWS - 10))
-            assert until(lambda: not reader.erasing())
+            assert until(lambda: is_erased(reader, sample.captures[victim]))
             assert_rows(reader.slice(sample.captures["other"], SITE, [0, 2]), 2, range(ROWS - 10))
             with pytest.raises(NotFoundError):
                 reader.slice(sample.captures[victim], SITE, [1])
@@ -451,7 +461,7 @@ def test_damage_does_not_keep_a_delete_from_the_disk(sample: Sample, store: Path
         api.delete(sample.captures["long"])
         api.wait()
         with StoreReader(store) as reader:
-            assert until(lambda: not reader.erasing())
+            assert until(lambda: is_erased(reader, sample.captures["long"]))
             with pytest.raises(StoreError, match="checksum"):
                 reader.slice(sample.captures["other"], SITE, [2])
             assert_rows(reader.slice(sample.captures["other"], SITE, [0, 1]), 2, range(ROWS - 10))
@@ -582,8 +592,8 @@ def test_a_delete_leaves_compressed_rows_compressed(sample: Sample, tmp_path: Pa
         with Sender(writer.endpoint, role="api") as api:
             api.delete(gone)
             api.wait()
-            assert until(lambda: not reader.erasing(), 30)
-            assert until(lambda: block.folder not in [other.folder for other in cold_blocks_of(store)], 30)
+            assert until(lambda: is_erased(reader, gone))
+            assert until(lambda: block.folder not in [other.folder for other in cold_blocks_of(store)])
         writer.stop()
     made, = cold_blocks_of(store)
     assert made.compressed is not None and len(made.present) == ROWS

@@ -14,7 +14,7 @@ from schemas.read.journal_tail import JournalTail
 from schemas.read.reader import StoreReader, read_store_uuid
 from schemas.store.paths import journal_folder
 from tests.support.consistency import assert_consistent, assert_rebuilt_equal, dump
-from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, until
+from tests.support.store_helpers import SITE, Sender, WriterProcess, assert_rows, is_erased, until
 from tests.writer_service.upkeep.test_erasing import (
     FIRST,
     Killed,
@@ -112,7 +112,7 @@ def test_rounds_of_erasing_leave_few_logs(tmp_path: Path) -> None:
                     api.delete(capture)
                     api.wait()
                     with StoreReader(writer.store) as reader:
-                        assert until(lambda reader=reader: not reader.erasing(), 30.0)  # type: ignore[misc]
+                        assert until(lambda reader=reader, capture=capture: is_erased(reader, capture))  # type: ignore[misc]
                 seen = max(seen, logs(writer.store)[-1])
             assert seen > 15, "each round began a log"
             assert until(lambda: len(logs(writer.store)) <= 8, 10.0)

@@ -18,6 +18,7 @@ from api.auth.keys import make_key
 from schemas.objects.layout import HEAD
 from tests.support.api_stack import Process
 from tests.support.buckets import Fault, FaultProxy
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import SITE, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from vllm_tap.bucket.push import push
@@ -32,7 +33,7 @@ def serving(folder: Path, store: str, *more: str, key: str = "") -> Iterator[htt
     folder.mkdir(exist_ok=True)
     process = Process(["api", "--store", store, "--port", "0", *more], folder / "api.log")
     try:
-        with httpx.Client(base_url=process.wait_ready(), timeout=120,
+        with httpx.Client(base_url=process.wait_ready(), timeout=PATIENCE_S,
                           headers={"x-api-key": key} if key else None) as client:
             yield client
         assert process.stop() == 0
@@ -135,11 +136,11 @@ def test_newer_heads_are_followed(sample: Sample, store: Path, tmp_path: Path, u
         later = grow(store)
         assert client.get(f"/v1/captures/{later}").status_code == 404
         push(store, url)
-        assert until(lambda: client.get(f"/v1/captures/{later}").status_code == 200, 120)
+        assert until(lambda: client.get(f"/v1/captures/{later}").status_code == 200)
         assert client.get(f"/v1/captures/{later}/activations?site={SITE}&layer=1").status_code == 200
         erase(store, few)
         push(store, url)
-        assert until(lambda: client.get(f"/v1/captures/{few}").status_code == 404, 120)
+        assert until(lambda: client.get(f"/v1/captures/{few}").status_code == 404)
         assert client.get(chunk).status_code == 410
         assert few not in client.get("/v1/captures").text
     with bucket(tmp_path / "b", url) as client:  # the cache is there already
@@ -188,12 +189,12 @@ def test_a_bucket_in_trouble_is_503_and_never_half_a_slice(
         assert client.get("/readyz").status_code == 200
         listed = client.get("/v1/captures")
         s3.fault = lambda method, path: fault
-        assert until(lambda: client.get("/readyz").status_code == 503, 120)
+        assert until(lambda: client.get("/readyz").status_code == 503)
         assert client.get("/v1/capabilities").json()["bucket"]["failed"]
         assert client.get("/v1/captures").content == listed.content, "what is known of the store is still served"
         s3.fault = lambda method, path: None
         s3.let_go.set()
-        assert until(lambda: client.get("/readyz").status_code == 200, 120)
+        assert until(lambda: client.get("/readyz").status_code == 200)
         found = client.get(path)
         with beside(tmp_path / "a", store) as local:
             assert (found.status_code, found.content) == (200, local.get(path).content)
@@ -211,7 +212,7 @@ def test_it_starts_before_the_bucket_is_there(sample: Sample, store: Path, tmp_p
         assert ready.status_code == 503 and f"no {HEAD} in it" in ready.text
         assert client.get("/v1/capabilities").json()["bucket"]["generation"] is None
         push(store, url)
-        assert until(lambda: client.get("/readyz").status_code == 200, 120)
+        assert until(lambda: client.get("/readyz").status_code == 200)
         assert client.get(f"/v1/captures/{sample.captures['long']}").status_code == 200
 
 

@@ -10,6 +10,7 @@ import httpx
 from api.auth.keys import make_key
 from schemas.ids import new_ulid
 from tests.support.buckets import FaultProxy
+from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import SITE, Sender, WriterProcess, until
 from tests.vllm_tap.bucket.conftest import Sample, grow
 from tests.vllm_tap.bucket.serving.test_api import NEVER, bucket, code
@@ -121,9 +122,9 @@ def test_deletes_that_wait_keep_no_read_waiting(sample: Sample, store: Path, tmp
         for thread in asking:
             thread.start()
         try:
-            assert until(lambda: any(method == "PUT" for method, _ in s3.seen[-5:]), 60)
+            assert until(lambda: any(method == "PUT" for method, _ in s3.seen[-5:]))
             for path in ("/v1/captures", f"/v1/captures/{few}/activations?site={SITE}&layer=1", "/v1/captures"):
-                assert client.get(path, timeout=60).status_code == 200
+                assert client.get(path, timeout=PATIENCE_S).status_code == 200
             assert not found
         finally:
             s3.fault = lambda method, path: None
@@ -159,4 +160,4 @@ def test_a_bucket_that_refuses_is_named_and_deletes_nothing(sample: Sample, stor
         assert code(refused) == (503, "bucket_unavailable") and refused.headers["retry-after"]
         s3.fault = lambda method, path: None
         assert client.get(at).status_code == 200
-        assert client.delete(at).status_code == 204 and until(lambda: client.get(at).status_code == 404, 60)
+        assert client.delete(at).status_code == 204 and until(lambda: client.get(at).status_code == 404)

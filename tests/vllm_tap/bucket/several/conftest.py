@@ -53,7 +53,7 @@ def fill(store: Path, ids: Sequence[str], first: int, name: str = "a", began_ms:
                 engine.frame([(capture, first + turn, range(8))])
                 engine.finish(capture, end=8)
             engine.wait()
-            assert until(lambda: len(list((store / "blocks").glob("*.zarr"))) > before, 60)
+            assert until(lambda: len(list((store / "blocks").glob("*.zarr"))) > before)
         writer.stop()
 
 

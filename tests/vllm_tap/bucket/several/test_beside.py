@@ -100,7 +100,7 @@ def test_before_others_have_pushed_and_afterwards(nodes: Nodes, tmp_path: Path) 
         assert code(client.get(f"/v1/captures/{late}")) == (404, "not_found")
         fill(tmp_path / "d", [late], 950, began_ms=BEGAN_MS + 2000)
         push(tmp_path / "d", f"{url}/node-d")
-        assert until(lambda: client.get(f"/v1/captures/{late}").status_code == 200, 120)
+        assert until(lambda: client.get(f"/v1/captures/{late}").status_code == 200)
         assert listed(client) == [late, *mine]
 
 
@@ -118,7 +118,7 @@ def test_a_bucket_that_is_away_costs_no_capture_of_this_node(nodes: Nodes, pushe
             refused = client.get(away)
             assert code(refused) == (503, "bucket_unavailable") and refused.headers["retry-after"], away
         s3.fault = lambda method, path: None
-        assert until(lambda: client.get(theirs).status_code == 200, 120) and client.get("/v1/captures").is_success
+        assert until(lambda: client.get(theirs).status_code == 200) and client.get("/v1/captures").is_success
 
 
 @pytest.mark.parametrize(("given", "says"), [

@@ -78,7 +78,7 @@ class Hosts:
         self.finish(capture)
         wanted = asked.get("layers", [0, 3])
         for store in self.stores[:1 + (3 in wanted)]:  # the first is told of every capture
-            assert until(lambda store=store: ended(store, f"{capture}.0" if "count" in asked else capture), 20)
+            assert until(lambda store=store: ended(store, f"{capture}.0" if "count" in asked else capture))
         return capture
 
     def row(self, layer: int) -> np.ndarray[Any, Any]:
@@ -103,7 +103,7 @@ def sealed(store: Path) -> bool:
         with closing(sqlite3.connect(f"file:{store}/catalog.sqlite?mode=ro", uri=True)) as db:
             return db.execute("SELECT MIN(sealed) FROM segments").fetchone() == (1,)
 
-    return until(look, 60)
+    return until(look)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_rebuilt_catalog_says_the_same(hosts: Hosts) -> None:
         for file in writer.store.glob("catalog.sqlite*"):
             file.unlink()
         writer.start()
-        assert until(lambda writer=writer: ended(writer.store, capture), 20)
+        assert until(lambda writer=writer: ended(writer.store, capture))
         with StoreReader(writer.store) as reader:
             assert reader.manifest(capture) == before
 
@@ -239,20 +239,20 @@ def test_what_one_writer_lacks_is_named(hosts: Hosts, cache: None) -> None:
     capture = hosts.open()
     hosts.step(capture, hosts.stages[:1])
     with open_reader([str(store) for store in hosts.stores]) as reader:
-        assert until(lambda: reader.progress(capture).captured == 3 * PROMPT, 20)
+        assert until(lambda: reader.progress(capture).captured == 3 * PROMPT)
         hosts.stages[0].step(capture, PROMPT, 1, 2)  # a token more than the other stage has begun
         hosts.stages[0].recorder.flush()
-        assert until(lambda: reader.progress(capture).captured == 3 * PROMPT + 3, 20)
+        assert until(lambda: reader.progress(capture).captured == 3 * PROMPT + 3)
         found = reader.slice(capture, SITE, [2, 3])
         assert [(gap.start, gap.stop, gap.reason) for gap in found.missing] == [(0, PROMPT + 1, "pending")]
         assert not len(found.positions) and reader.capture(capture).status == "running"
         for row in reader.manifest(capture).rows:
             assert row.expected == row.captured + sum(gap.rows for gap in row.missing) == PROMPT + 1
         hosts.stages[0].finish(capture, PROMPT)
-        assert until(lambda: ended(hosts.stores[0], capture), 20)
+        assert until(lambda: ended(hosts.stores[0], capture))
         assert reader.manifest(capture).status == "running", "the other stage has not ended it"
         hosts.stages[1].finish(capture, PROMPT)
-        assert until(lambda: ended(hosts.stores[1], capture), 20)
+        assert until(lambda: ended(hosts.stores[1], capture))
         manifest = reader.manifest(capture)
         assert manifest.status == "incomplete"
         assert {(row.layer, row.captured, *(gap.reason for gap in row.missing)) for row in manifest.rows} == {
@@ -351,7 +351,7 @@ def test_lists_by_status(hosts: Hosts, cache: None) -> None:
                 if before is None:
                     return found
 
-        assert until(lambda: reader.capture(open_).status == "running", 20)
+        assert until(lambda: reader.capture(open_).status == "running")
         for size in (1, 2, 3, 100):
             assert listed("complete", size) == [part, *whole[::-1]], size
             assert listed("running", size) == [open_] and listed("incomplete", size) == []
@@ -395,8 +395,8 @@ def test_rm_deletes_in_every_store(hosts: Hosts, url: str, cache: None) -> None:
         done = CliRunner().invoke(app, ["rm", ref, *places])
         assert done.exit_code == 0 and not done.stderr, done.output
     with open_store([str(hosts.stores[0]), f"{url}/b"]) as store:
-        assert until(lambda: [row.id for row in store.captures()] == [kept], 20)
-        assert until(lambda: len(list(store.captures(status="deleted"))) == 2, 20)
+        assert until(lambda: [row.id for row in store.captures()] == [kept])
+        assert until(lambda: len(list(store.captures(status="deleted"))) == 2)
         first, following = store.reader.page(status="deleted", limit=1)
         second, end = store.reader.page(status="deleted", limit=1, before=following)
         assert {first[0].id, second[0].id} == {capture, late}
@@ -430,7 +430,7 @@ def test_twins_are_still_refused(hosts: Hosts, tmp_path: Path, cache: None) -> N
         twin.open(PROMPT, id=capture)
         twin.step(capture, 0, PROMPT, 1)
         twin.finish(capture, PROMPT)
-        assert until(lambda: ended(third, capture), 20)
+        assert until(lambda: ended(third, capture))
         twin.close()
         writer.stop()
     with open_reader([*map(str, hosts.stores), str(third)]) as reader:
@@ -453,7 +453,7 @@ def test_the_service_of_a_node_reads_what_the_other_pushed(hosts: Hosts, url: st
               ) as client:
         assert code(client.delete(path)) == (409, "conflict"), "the other node has not pushed yet"
         push(hosts.stores[1], f"{url}/b")
-        assert until(lambda: client.get(path).json()["status"] == "complete", 60)
+        assert until(lambda: client.get(path).json()["status"] == "complete")
         assert client.get(f"{path}?wait=complete&timeout=20").json()["missing"] == 0
         found = client.get(f"{path}/activations?site={SITE}&layer=3,0&format=safetensors&wait=rows")
         assert found.status_code == 200 and found.headers["x-tap-missing"] == "[]"
@@ -466,7 +466,7 @@ def test_the_service_of_a_node_reads_what_the_other_pushed(hosts: Hosts, url: st
         assert client.delete(f"/v1/captures/{half}").status_code == 204
         assert listed(client) == []
     assert push(hosts.stores[1], f"{url}/b").followed == 1
-    assert until(lambda: not ids_of(hosts.stores[1]), 20)
+    assert until(lambda: not ids_of(hosts.stores[1]))
 
 
 def ids_of(store: Path) -> list[str]:

@@ -106,7 +106,7 @@ def test_heads_and_new_stores_are_followed(nodes: Nodes, pushed: list[str], url:
             assert code(answer) == (503, "bucket_unavailable") and "its first push is ending" in answer.text
             return False
 
-        assert until(lambda: shows(wanted), 120)
+        assert until(lambda: shows(wanted))
         assert listed(client) == wanted
         for capture in (late, other, nodes.captures["a"][0]):
             assert client.get(f"/v1/captures/{capture}/activations?site={SITE}&layer=1").status_code == 200
@@ -115,7 +115,7 @@ def test_heads_and_new_stores_are_followed(nodes: Nodes, pushed: list[str], url:
         fill(tmp_path / "e", [twin], 970, began_ms=BEGAN_MS + 3000)
         push(tmp_path / "e", f"{url}/node-e")
         path = f"/v1/captures/{twin}/activations?site={SITE}&layer=1"
-        assert until(lambda: client.get(path).status_code == 409, 120)
+        assert until(lambda: client.get(path).status_code == 409)
         message = client.get(path).json()["error"]["message"]
         assert "node-c and" in message and "node-e" in message and code(client.get("/v1/captures")) == (409, "conflict")
         assert client.get(f"/v1/captures/{late}").status_code == 200
@@ -154,19 +154,19 @@ def test_a_store_that_cannot_be_read_is_503_by_name(nodes: Nodes, s3: FaultProxy
         stores = client.get("/v1/capabilities").json()["bucket"]["stores"]
         assert [each["failed"] is None for each in stores] == [True, False] and stores[1]["url"] == f"{url}/node-b"
         s3.fault = lambda method, path: None
-        assert until(lambda: client.get("/readyz").status_code == 200, 120)
+        assert until(lambda: client.get("/readyz").status_code == 200)
         whole = listed(client)
         assert here in whole and there in whole
         s3.fault = lambda method, path: "503" if "/node-b/" in path else None
-        assert until(lambda: client.get("/readyz").status_code == 503, 120)
+        assert until(lambda: client.get("/readyz").status_code == 503)
         assert listed(client) == whole, "what is known of it is still served"
         assert code(client.get(f"/v1/captures/{there}/activations?site={SITE}&layer=1")) == (503, "bucket_unavailable")
         assert client.get(f"/v1/captures/{here}/activations?site={SITE}&layer=1").status_code == 200
         s3.fault = lambda method, path: "503"
-        assert until(lambda: f"list {url}" in client.get("/readyz").json()["checks"]["bucket"], 120)
+        assert until(lambda: f"list {url}" in client.get("/readyz").json()["checks"]["bucket"])
         assert listed(client) == whole and client.get("/v1/captures/shared").status_code == 200, "nor can the prefix be"
         s3.fault = lambda method, path: None
-        assert until(lambda: client.get("/readyz").status_code == 200, 120)
+        assert until(lambda: client.get("/readyz").status_code == 200)
     assert "Traceback" not in (tmp_path / "all" / "api.log").read_text()
 
 
