@@ -116,14 +116,12 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
     """The worker's ring, and why it has this size. It is this rank's share of what the ``ranks`` of this host have.
     StartError where the settings or the machine leave no room for it.
     """
-    row = max(len(layers_sent(part, site, staging.layers[site])) * buffer.shape[2] * buffer.element_size()
-              for site, buffer in staging.buffers.items()) if staging.buffers else 0
+    row, step = bytes_sent(staging, part)
     for name, value, among in (("RING", config.ring_bytes, ranks), ("SCRATCH", config.scratch_bytes, 1)):
         if 0 < value < 4 * row * among:
             raise StartError(f"VLLM_TAP_{name}_BYTES={value}: must be at least {4 * row * among}, four rows of all "
                              f"layers ({row * among} bytes each)")
-    largest = max((buffer.nbytes for buffer in staging.buffers.values()), default=0)
-    nbytes, why = ring_size(config, 0 if scratch is None else largest)
+    nbytes, why = ring_size(config, 0 if scratch is None else step * ranks)
     size = nbytes // ranks
     logger.info("vllm-tap: the ring to the writer has %s MiB: %s%s", f"{size / 2**20:,.0f}", why,
                 f"; shared by {ranks} ranks" if ranks > 1 else "")
@@ -132,6 +130,17 @@ def _ring(config: EngineConfig, staging: Staging, scratch: Scratch | None, part:
     except OSError as error:
         raise StartError(f"vllm-tap: shared memory has no room for a ring of {size / 2**20:,.0f} MiB ({error}); lower "
                          "VLLM_TAP_RING_BYTES, or enlarge /dev/shm (containers: --shm-size)") from None
+
+
+def bytes_sent(staging: Staging, part: Part | None) -> tuple[int, int]:
+    """Bytes that a rank sends of the site of which it sends most, as staged: of one row in all layers, of a full step.
+
+    Each rank sends as much as the others (``layout_of``), whatever it stages.
+    """
+    rows = [(len(layers_sent(part, site, staging.layers[site])) * buffer[0, 0].nbytes, buffer.shape[1])
+            for site, buffer in staging.buffers.items()]
+    row, tokens = max(rows, default=(0, 0))
+    return row, row * tokens
 
 
 def ring_size(config: EngineConfig, step: int) -> tuple[int, str]:

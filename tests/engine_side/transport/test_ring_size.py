@@ -6,11 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_side.config import EngineConfig
 from engine_side.tap.budget import RING_BYTES_MAX, RING_BYTES_MIN, ring_bytes, ring_choice
+from engine_side.tap.shares import layout_of
+from engine_side.tap.stages import Stage
+from engine_side.tap.staging import allocate
 from engine_side.transport.ring_files import group_free_bytes
-from engine_side.worker import ring_size
+from engine_side.worker import bytes_sent, ring_size
 from schemas.wire.ask_store import ask_store
 from schemas.wire.messages import StoreState
 from tests.support.store_helpers import PROGRAMS, WriterProcess, socket_folder, until
@@ -37,6 +41,22 @@ def test_what_is_chosen_and_why(step: int, free: int, rate: float, nbytes: int, 
     found, said = ring_choice(step, free, rate)
     assert found == nbytes == ring_bytes(step, free, rate)
     assert why is None or said == why
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_the_ranks_together_have_room_for_a_whole_step(ranks: int, stages: int) -> None:
+    """Staged by each: its stage's layers, whole rows of the residual or its own columns of the MLP."""
+    layers, tokens, wholes = list(range(8)), 16, {"resid_post": 64, "mlp_post": 256}
+    step = len(layers) * tokens * max(wholes.values()) * 2
+    cut = [layers[len(layers) * stage // stages:len(layers) * (stage + 1) // stages] for stage in range(stages)]
+    widths = {"resid_post": 64, "mlp_post": 256 // ranks}
+    places = [Stage(number, stages, each[0], each[-1] + 1) for number, each in enumerate(cut)]
+    layout = layout_of(dict.fromkeys(widths, layers), widths, wholes, ranks, places if stages > 1 else ())
+    for rank in range(ranks * stages):
+        staging, _ = allocate(widths, dict.fromkeys(widths, cut[rank // ranks]), tokens, torch.bfloat16,
+                              torch.device("cpu"), GIB)
+        row, sent = bytes_sent(staging, layout[rank] if layout else None)
+        assert sent * ranks * stages == step and row * tokens == sent
 
 
 def test_an_engine_asks_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
