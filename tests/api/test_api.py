@@ -22,6 +22,7 @@ from schemas.wire.engine_info import Proved
 from tests.support.api_stack import Stack, running
 from tests.support.engines.engine_player import engine_info
 from tests.support.processes import PATIENCE_S
+from tests.support.store_helpers import until
 from vllm_tap import Client
 
 SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
@@ -31,15 +32,6 @@ SPEC = {"sites": ["resid_post"], "layers": [0, 2]}
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     with running(tmp_path_factory.mktemp("api")) as stack:
         yield stack
-
-
-def eventually(look: Callable[[], bool], timeout_s: float = PATIENCE_S) -> bool:
-    end_s = time.monotonic() + timeout_s
-    while not look():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def status_is(stack: Stack, capture: str, status: str) -> Callable[[], bool]:
@@ -301,7 +293,7 @@ def test_a_caller_who_leaves_within_the_body_is_no_fault_of_the_service(stack: S
     with socket.create_connection((host, int(port)), 10) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         time.sleep(0.1)
-    assert before or eventually(lambda: left in stack.http.get("/metrics").text)
+    assert before or until(lambda: left in stack.http.get("/metrics").text)
     assert "ClientDisconnect" not in (stack.store.parent / "api.log").read_text()
 
 
@@ -328,7 +320,7 @@ def test_upstreams_errors_pass_through_and_close_the_capture(stack: Stack, statu
     ulid = new_ulid()
     answer = stack.complete("x", stream=stream, play={"status": status}, capture={**SPEC, "id": ulid})
     assert (answer.status_code, answer.json()["error"]["message"]) == (status, "as asked")
-    assert eventually(status_is(stack, ulid, "failed"))
+    assert until(status_is(stack, ulid, "failed"))
     told = f"the model server answered {status}: as asked"
     assert stack.http.get(f"/v1/captures/{ulid}").json()["failed"] == told
     rows = stack.http.get(f"/v1/captures/{ulid}/activations")
@@ -354,8 +346,8 @@ def test_a_caller_who_leaves_takes_the_request_along(stack: Stack, stream: bool)
     with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=stack.url, timeout=0.7) as http:
         http.post("/v1/completions", json={"model": "played", "prompt": "leaver", "stream": stream, "max_tokens": 50,
                                            "play": {"delay_s": 60}, "capture": {**SPEC, "id": ulid}})
-    assert eventually(lambda: stack.seen()[-1]["ended"] == "abort")
-    assert eventually(status_is(stack, ulid, "complete"))
+    assert until(lambda: stack.seen()[-1]["ended"] == "abort")
+    assert until(status_is(stack, ulid, "complete"))
     assert stack.http.get(f"/v1/captures/{ulid}").json()["finish_reason"] == "abort"
 
 
@@ -377,7 +369,7 @@ def test_the_list_pages_newest_first(stack: Stack) -> None:
     assert [row["id"] for row in second["data"]] == [ids[2], ids[1]]
     ulid = new_ulid()
     stack.complete("x", play={"status": 500}, capture={**SPEC, "id": ulid})
-    assert eventually(status_is(stack, ulid, "failed"))
+    assert until(status_is(stack, ulid, "failed"))
     failed = stack.http.get("/v1/captures?status=failed").json()["data"]
     assert failed[0]["id"] == ulid and {row["status"] for row in failed} == {"failed"}
     assert first["data"][0]["prompt_len"] == len("page 4") and first["data"][0]["sites"] == ["resid_post"]

@@ -39,7 +39,7 @@ from schemas.native import loops as native_loops
 from schemas.read.reader import StoreReader
 from schemas.store.paths import endpoint_name
 from tests.support.api_stack import ROOT, Stack, stack_in
-from tests.support.processes import PATIENCE_S, runs
+from tests.support.processes import runs
 from tests.support.store_helpers import until
 from vllm_tap.serve.endpoint_plugin import CaptureRoutes, config_of, writer_of
 from vllm_tap.serve.services import make_socket_dir
@@ -63,7 +63,7 @@ def server(folder: Path, *more: str, key: str = "") -> Iterator[Stack]:
         stack.processes["writer"].wait_ready()
         stack.start_upstream("bfloat16", "--store", str(stack.store), *more)
         stack.url = stack.upstream_url
-        stack.http = httpx.Client(base_url=stack.url, timeout=PATIENCE_S)
+        stack.http = httpx.Client(base_url=stack.url)
         if key:
             stack.http.headers["authorization"] = f"Bearer {key}"
         assert until(lambda: stack.http.get("/v1/capabilities").json().get("engine"))

@@ -122,7 +122,7 @@ def test_upstream_dies(stack: Stack) -> None:
     assert (broken.status_code, broken.json()["error"]["code"]) == (502, "upstream_broken")
     refused = stack.complete("x", capture={**SPEC, "id": ulid})
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "upstream_unavailable")
-    end_s = time.monotonic() + PATIENCE_S
+    end_s = time.monotonic() + 5  # before the writer takes the engine for lost
     while (body := stack.http.get(f"/v1/captures/{ulid}").json()).get("status") != "failed":
         assert time.monotonic() < end_s, body
         time.sleep(0.05)
@@ -135,7 +135,7 @@ def test_a_stop_with_a_request_in_flight_is_quick_and_ends_it_upstream(stack: St
 
     def ask() -> None:
         try:
-            httpx.post(f"{stack.url}/v1/completions", timeout=PATIENCE_S, json={
+            httpx.post(f"{stack.url}/v1/completions", json={
                 "model": "played", "prompt": "x", "stream": stream, "max_tokens": 100, "play": {"delay_s": 5},
                 "capture": {**SPEC, "id": ulid}}).raise_for_status()
         except httpx.HTTPError as error:

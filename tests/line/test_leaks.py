@@ -28,7 +28,6 @@ from schemas.read import segment_cache
 from schemas.read.reader import StoreReader
 from tests.support.api_stack import Stack, stack_in
 from tests.support.footprint import ROWS, Footprint, at_rest, footprint, weigh
-from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import ROOT, WriterProcess, until
 from vllm_tap import Client
 
@@ -69,8 +68,7 @@ class Traffic:
 
     def _one(self, _: int) -> None:
         if get_ident() not in self.clients:
-            self.clients[get_ident()] = httpx.Client(base_url=self.stack.url,
-                                                     timeout=PATIENCE_S), Client(self.stack.url)
+            self.clients[get_ident()] = httpx.Client(base_url=self.stack.url), Client(self.stack.url)
         number = next(self.number)
         self.ways[number % len(self.ways)](*self.clients[get_ident()], f"leak-{number}")
 
@@ -186,7 +184,7 @@ def looks(stack: Stack) -> dict[str, Footprint]:
     stack.http.close()
     # The service closes connections to upstream that were not used for five seconds when it next uses one.
     time.sleep(6.0)
-    assert httpx.get(f"{stack.url}/v1/models", timeout=PATIENCE_S).status_code == 200
+    assert httpx.get(f"{stack.url}/v1/models").status_code == 200
     return {name: at_rest(stack.processes[name].child.pid, stack.store) for name in ("api", "writer")}
 
 

@@ -40,7 +40,6 @@ from schemas.wire.control_channel import ControlChannel
 from tests.support.api_stack import ROOT, Stack, running
 from tests.support.engines.engine_player import WIDTH
 from tests.support.forked import tap
-from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import until
 from vllm_tap.client.client import Client
 from vllm_tap.errors import NotFound, ServiceError
@@ -125,7 +124,7 @@ def test_anothers_captures_are_as_if_absent(stack: Stack, others: dict[str, str]
 
 
 def test_a_request_id_is_its_callers(stack: Stack, others: dict[str, str], hers: dict[str, str]) -> None:
-    with httpx.Client(base_url=stack.url, headers={"x-api-key": others["bob"]}, timeout=PATIENCE_S) as bob:
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": others["bob"]}) as bob:
         his = bob.post("/v1/completions", json={"model": "played", "prompt": "his", "capture": SPEC},
                        headers={"x-request-id": "hers"}).json()["capture"]["id"]
         assert bob.get("/v1/captures/hers").json()["id"] == his
@@ -162,8 +161,7 @@ def test_limits_are_each_keys_own(stack: Stack, others: dict[str, str]) -> None:
     body = {"model": "played", "prompt": "slow", "play": {"delay_s": 1.5}}
 
     def ask() -> None:
-        answers.append(httpx.post(f"{stack.url}/v1/completions", json=body, headers={"x-api-key": stack.key},
-                                  timeout=PATIENCE_S))
+        answers.append(httpx.post(f"{stack.url}/v1/completions", json=body, headers={"x-api-key": stack.key}))
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
@@ -254,7 +252,7 @@ def test_keys_stay_here(stack: Stack, others: dict[str, str]) -> None:
     for name in ("authorization", "x-api-key"):
         value = f"Bearer {stack.key}" if name == "authorization" else stack.key
         for capture in ({}, {"capture": SPEC}):
-            httpx.post(f"{stack.url}/v1/completions", headers={name: value}, timeout=PATIENCE_S,
+            httpx.post(f"{stack.url}/v1/completions", headers={name: value},
                        json={"model": "played", "prompt": "x", **capture})
             assert not {"authorization", "x-api-key"} & set(stack.seen()[-1]["headers"])  # type: ignore[call-overload]
     secrets = [stack.key, *others.values()]
@@ -329,7 +327,7 @@ def test_a_quota_is_for_all_requests_at_once(stack: Stack, others: dict[str, str
     keys = stack.store / KEYS_FILE
     body = {"model": "played", "prompt": list(b"hello"), "max_tokens": 4, "capture": SPEC}
     key = make_key(keys, "paula", quota_bytes=10**6)
-    with httpx.Client(base_url=stack.url, headers={"x-api-key": key}, timeout=PATIENCE_S) as paula, \
+    with httpx.Client(base_url=stack.url, headers={"x-api-key": key}) as paula, \
             StoreReader(stack.store) as reader:
 
         def ask(**fields: object) -> int:

@@ -253,7 +253,7 @@ def test_who_leaves_ends_its_own_capture_which_its_request_id_names(alike: Stack
     others = {"a": "b", "b": "a"}
     body = {"model": "played", "prompt": "leave", "max_tokens": 60, "stream": True,
             "play": {"delay_s": 0.5, "live": True}, "capture": {**SPEC, "positions": "all", "id": kept[0]}}
-    with httpx.Client(base_url=alike.url, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=alike.url) as client:
         leaving = client.send(client.build_request("POST", "/v1/completions", json=body, headers={
             ENGINE: name, "x-request-id": left}), stream=True)
         stays = alike.http.post("/v1/completions", headers={ENGINE: others[name], "x-request-id": "stays"}, json={
@@ -298,7 +298,7 @@ def test_the_page_about_them(alike: Stack, capsys: pytest.CaptureFixture[str]) -
 def test_a_busy_home_is_passed_over(alike: Stack) -> None:
     prompt = at(alike, "a")
     body = {"model": "played", "prompt": prompt, "stream": True, "max_tokens": 40, "play": {"delay_s": 1}}
-    with httpx.Client(base_url=alike.url, timeout=PATIENCE_S) as client:
+    with httpx.Client(base_url=alike.url) as client:
         streams = [client.send(client.build_request("POST", "/v1/completions", json=body), stream=True)
                    for _ in range(2 * SLACK)]
         served = [each.headers[ENGINE] for each in streams]
@@ -360,7 +360,7 @@ def test_while_engines_die_and_come_back_nothing_is_made_twice(alike: Stack) -> 
     lock = threading.Lock()
 
     def ask() -> None:
-        with httpx.Client(base_url=alike.url, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=alike.url) as client:
             while True:
                 with lock:
                     if (prompt := next(prompts, None)) is None:

@@ -19,7 +19,6 @@ from schemas.read.reader import StoreReader
 from schemas.spec import parse_spec, resolve
 from tests.support.api_stack import Stack, stack_in
 from tests.support.consistency import assert_consistent
-from tests.support.processes import PATIENCE_S
 from tests.support.ranks import LivingRanks, info_of, values
 from tests.support.store_helpers import assert_adds_up, until
 
@@ -51,7 +50,7 @@ class Case:
         answers, before = list[httpx.Response](), len(self.stack.seen())
 
         def ask() -> None:
-            with httpx.Client(base_url=self.stack.url, timeout=PATIENCE_S) as http:
+            with httpx.Client(base_url=self.stack.url) as http:
                 answers.append(http.post("/v1/completions", json={
                     "model": "played", "prompt": "hello", "capture": capture, "play": {"delay_s": 1}}))
 

@@ -63,7 +63,7 @@ class Listener:
         assert self.opened.wait(PATIENCE_S)
 
     def _listen(self) -> None:
-        with httpx.Client(base_url=self.stack.url, timeout=PATIENCE_S, headers=self.headers) as http, \
+        with httpx.Client(base_url=self.stack.url, headers=self.headers) as http, \
                 http.stream("GET", self.path) as answer:
             assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
             self.opened.set()

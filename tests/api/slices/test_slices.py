@@ -416,7 +416,8 @@ def test_too_much_at_once(tmp_path: Path) -> None:
     """Limits made small: a slice over the limit is refused whole; one that is still being sent counts."""
     with running(tmp_path) as stack:
         stack.processes["api"].stop()
-        stack.start_api(None, "--slice-bytes-max", "7000000", "--slices-in-flight-bytes-max", "8000000")
+        stack.start_api(None, "--slice-bytes-max", "7000000", "--slices-in-flight-bytes-max", "8000000",
+                        "--slice-stall-s", str(10 * PATIENCE_S))  # so that nothing but leaving frees a caller's bytes
         stack.wait_ready()
         ulid = stack.complete("x" * 4000, max_tokens=1, capture={"codec": "raw"}).json()["capture"]["id"]
         for query, says in (("", "bytes of the slice"), ("format=json&site=resid_post", "numbers in a json slice")):

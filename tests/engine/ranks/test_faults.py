@@ -21,7 +21,7 @@ from tests.engine.test_architectures import SITES as SITES_OF
 from tests.support.engines.engines import ON_GPU, Captured, Engine, start
 from tests.support.models.features import GREEDY, tokens
 from tests.support.models.reference import Reference
-from tests.support.processes import PATIENCE_S, descendants, runs
+from tests.support.processes import descendants, runs
 from tests.support.store_helpers import until
 from writer_service.tools.fsck import fsck
 
@@ -43,7 +43,6 @@ def engine(reader: StoreReader, reference_of: Callable[[str], Reference], reques
         patch.setenv("VLLM_TAP_ON_FULL", "drop")
         patch.setenv("VLLM_TAP_RING_BYTES", str(request.param))
         engine = start(reader, reference_of("qwen3"), "qwen3", here=False, tensor_parallel_size=2)
-    engine.final = lambda id_, timeout_s=PATIENCE_S: Engine.final(engine, id_, timeout_s)  # type: ignore[method-assign]
     yield engine
     engine.close()
 

@@ -33,7 +33,7 @@ from tests.support.engines.engines import DTYPE, ON_GPU, SHARED, Captured, Engin
 from tests.support.models.families import family_model
 from tests.support.models.features import FEATURES, Feature, options, tokens
 from tests.support.models.reference import Reference
-from tests.support.processes import PATIENCE_S, descendants, runs
+from tests.support.processes import descendants, runs
 from tests.support.store_helpers import ROOT
 
 __all__ = ["alone", "settings"]  # fixtures
@@ -71,7 +71,6 @@ def test_whatever_the_scheduler_does(feature: Feature, engine: Engine, monkeypat
 def test_a_stage_whose_counts_are_lost_is_named(engine: Engine) -> None:
     """Generation goes on, and what it edits; nothing says that it is complete. Last: the engine has lost its sender."""
     edits = one(site="resid_post", layers=[1, 3], by=0.5)
-    engine.final = lambda id_, timeout_s=PATIENCE_S: Engine.final(engine, id_, timeout_s)  # type: ignore[method-assign]
     whole, = run(engine, [tokens(12, seed=1)], [edits], sites=[])
     assert whole.manifest.status == "empty" and [row["layers"] for row in whole.manifest.edits[0]["rows"]] == [
         [1, 3]]

@@ -37,7 +37,7 @@ from vllm_tap.tiny_model import LAYERS, cache_dir, tiny_model
 pytestmark = pytest.mark.soak
 
 KEY = "one-key-for-all"
-HTTP = httpx.Client(headers={"authorization": f"Bearer {KEY}"}, timeout=PATIENCE_S)
+HTTP = httpx.Client(headers={"authorization": f"Bearer {KEY}"})
 
 @dataclass
 class Server:
@@ -54,14 +54,13 @@ class Server:
 
     def check(self, ref: str, site: str = "resid_post") -> dict[str, Any]:
         """Every row of a ``raw`` capture against Hugging Face, fetched from vLLM's port."""
-        manifest = HTTP.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20},
-                            timeout=PATIENCE_S)
+        manifest = HTTP.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20})
         assert manifest.status_code == 200, manifest.text
         found: dict[str, Any] = manifest.json()
         assert found["status"] == "complete" and found["missing"] == 0
         tokens = (*found["prompt_token_ids"], *found["output_token_ids"])
         reference = self.reference.rows(tokens)
-        answer = HTTP.get(f"{self.url}/v1/captures/{ref}/activations", params={"site": site}, timeout=PATIENCE_S)
+        answer = HTTP.get(f"{self.url}/v1/captures/{ref}/activations", params={"site": site})
         assert answer.status_code == 200, answer.text
         arrays = load(answer.content)
         for layer in range(LAYERS):
@@ -246,7 +245,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
 
     def left() -> str:
         ulid = new_ulid()
-        with HTTP.stream("POST", f"{server.url}/v1/completions", timeout=PATIENCE_S, json={
+        with HTTP.stream("POST", f"{server.url}/v1/completions", json={
             "model": "tiny", "prompt": "count to four thousand", "max_tokens": 4000, "ignore_eos": True, "stream": True,
             "capture": {"id": ulid, "layers": [0]}}) as answer:
             for number, _ in enumerate(answer.iter_lines()):
@@ -255,8 +254,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server) -> None:
         return ulid
 
     def reason(ulid: str) -> str:
-        found.update(HTTP.get(f"{server.url}/v1/captures/{ulid}", params={"wait": "complete", "timeout": 20},
-                              timeout=PATIENCE_S).json())
+        found.update(HTTP.get(f"{server.url}/v1/captures/{ulid}", params={"wait": "complete", "timeout": 20}).json())
         return str(found["finish_reason"])
 
     until_it_was_cut_off(left, reason)
@@ -294,8 +292,7 @@ def test_the_python_client_and_everything_beside_generating(server: Server) -> N
     ({"capture": {}, "model": "someone-else"}, 404, "does not exist"),
 ])
 def test_bad_requests_are_refused_with_a_reason(server: Server, body: dict[str, Any], status: int, says: str) -> None:
-    answer = HTTP.post(f"{server.url}/v1/completions", timeout=PATIENCE_S,
-                        json={"model": "tiny", "prompt": "hi", "max_tokens": 2, **body})
+    answer = HTTP.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "hi", "max_tokens": 2, **body})
     assert (answer.status_code, says in answer.text) == (status, True), answer.text
 
 

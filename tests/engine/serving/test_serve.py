@@ -70,8 +70,7 @@ class Service:
         return str(self.openai.models.list().data[0].id)
 
     def manifest(self, ref: str) -> dict[str, Any]:
-        response = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20},
-                             timeout=PATIENCE_S)
+        response = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 20})
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -88,7 +87,7 @@ class Service:
             if entry["captured"] == 0:
                 continue
             response = httpx.get(f"{self.url}/v1/captures/{ref}/activations", params={
-                "site": entry["site"], "layer": str(entry["layer"])}, timeout=PATIENCE_S)
+                "site": entry["site"], "layer": str(entry["layer"])})
             assert response.status_code == 200, response.text
             arrays = load(response.content)
             positions = arrays["positions"]
@@ -278,7 +277,7 @@ def test_prompt_lists_and_samples_make_one_capture_each(service: Service) -> Non
 def test_a_client_that_leaves_gets_a_manifest_that_adds_up(service: Service) -> None:
     def left() -> str:
         ulid = new_ulid()
-        with httpx.stream("POST", f"{service.url}/v1/completions", timeout=PATIENCE_S, json={
+        with httpx.stream("POST", f"{service.url}/v1/completions", json={
             "model": service.model, "prompt": "count to four thousand", "max_tokens": 4000, "ignore_eos": True,
             "stream": True, "temperature": 0, "capture": {"id": ulid, "codec": "raw"},
         }) as response:
@@ -371,9 +370,8 @@ def test_what_else_a_request_may_ask_passes_through(service: Service, asked: str
     # leave out some of the call, with us and without.
     tries = 6 if stream and "tools" in body else 1
     for number in range(tries):
-        ours = httpx.post(f"{service.url}/v1/chat/completions", json={**body, "capture": {"codec": "raw"}},
-                          timeout=PATIENCE_S)
-        theirs = httpx.post(f"{service.vllm_url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        ours = httpx.post(f"{service.url}/v1/chat/completions", json={**body, "capture": {"codec": "raw"}})
+        theirs = httpx.post(f"{service.vllm_url}/v1/chat/completions", json=body)
         assert ours.status_code == theirs.status_code == 200, ours.text + theirs.text
         try:
             if stream:
@@ -411,8 +409,7 @@ def watched(service: Service, count: int) -> Watched:
     found = Watched(new_ulid(), {}, {}, [])
 
     def follow() -> None:
-        with httpx.stream("GET", f"{service.url}/v1/captures/{found.ulid}/live?site=resid_post&layer=1",
-                          timeout=PATIENCE_S) as got:
+        with httpx.stream("GET", f"{service.url}/v1/captures/{found.ulid}/live?site=resid_post&layer=1") as got:
             assert got.status_code == 200, got.read()
             for line in got.iter_lines():
                 if line.startswith('data: {"id"') and '"values"' in line:
@@ -422,7 +419,7 @@ def watched(service: Service, count: int) -> Watched:
                         found.rows[position], found.payload[position] = now, values[0, number]
 
     follower = threading.Thread(target=follow)
-    with httpx.stream("POST", f"{service.url}/v1/completions", timeout=PATIENCE_S, json={
+    with httpx.stream("POST", f"{service.url}/v1/completions", json={
         "model": service.model, "prompt": "live, please", "max_tokens": count, "ignore_eos": True, "stream": True,
         "temperature": 0, "return_token_ids": True,
         "capture": {"id": found.ulid, "codec": "raw", "sites": ["resid_post"]},
@@ -521,7 +518,7 @@ def test_killing_the_writer_loses_nothing_that_was_acknowledged(service: Service
     ],
 )
 def test_bad_requests_are_refused_with_a_reason(service: Service, body: dict[str, Any], status: int, says: str) -> None:
-    response = httpx.post(f"{service.url}/v1/completions", timeout=PATIENCE_S,
+    response = httpx.post(f"{service.url}/v1/completions",
                           json={"model": service.model, "prompt": "hi", "max_tokens": 2, **body})
     assert (response.status_code, says in response.text) == (status, True), response.text
 
@@ -532,26 +529,25 @@ def test_vllm_asked_past_the_service(service: Service) -> None:
     spec = json.dumps({"id": ulid, "codec": "raw"})
     body = {"model": service.model, "max_tokens": 2, "vllm_xargs": {"capture": spec}}
     for path, asked in (("completions", {"prompt": "hi"}), ("chat/completions", {"messages": _chat("hi")})):
-        refused = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=PATIENCE_S,
-                             json={**body, **asked, "use_beam_search": True, "n": 2})
+        refused = httpx.post(f"{service.vllm_url}/v1/{path}", json={**body, **asked, "use_beam_search": True, "n": 2})
         assert refused.status_code == 400 and "beam search cannot be captured" in refused.text, refused.text
     for wrong, says in (({"sites": ["q"]}, "armed: resid_post"), ({"probe": ["mood"]}, "registered: tone")):
-        refused = httpx.post(f"{service.vllm_url}/v1/completions", timeout=PATIENCE_S, json={
+        refused = httpx.post(f"{service.vllm_url}/v1/completions", json={
             **body, "prompt": "hi", "vllm_xargs": {"capture": json.dumps({"id": new_ulid(), **wrong})}})
         assert refused.status_code == 400 and says in refused.text, refused.text
     listed = httpx.post(f"{service.vllm_url}/v1/completions",
-                        timeout=PATIENCE_S, json={**body, "prompt": ["one", "and two"]})
+                        json={**body, "prompt": ["one", "and two"]})
     assert listed.status_code == 200, listed.text
     assert service.manifest(ulid)["captures"] == [ulid, f"{ulid}.1"]
     assert service.check(f"{ulid}.1")["status"] == "complete"
     for path in ("responses", "messages"):
         asked = {"input": "hi", "max_output_tokens": 2} if path == "responses" else {"messages": _chat("hi")}
         spec = json.dumps({"id": (ulid := new_ulid()), "codec": "raw"})
-        done = httpx.post(f"{service.vllm_url}/v1/{path}", timeout=PATIENCE_S, json={
+        done = httpx.post(f"{service.vllm_url}/v1/{path}", json={
             **body, **asked, "vllm_xargs": {"capture": spec}})
         assert done.status_code == 200 and service.check(ulid)["status"] == "complete", done.text
     plain = {**body, "prompt": "hi", "use_beam_search": True, "n": 2, "vllm_xargs": None}
-    assert httpx.post(f"{service.vllm_url}/v1/completions", timeout=PATIENCE_S, json=plain).status_code == 200
+    assert httpx.post(f"{service.vllm_url}/v1/completions", json=plain).status_code == 200
 
 
 def test_the_service_on_vllms_own_port(service: Service) -> None:
@@ -615,13 +611,13 @@ def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, po
                                      "vectors": ["steer"]}
     ask = {"model": service.model, "max_tokens": 4, "messages": _chat("Only edited.")}
     for path in ("chat/completions", "messages"):
-        answer = httpx.post(f"{url}/v1/{path}", timeout=PATIENCE_S, json={
+        answer = httpx.post(f"{url}/v1/{path}", json={
             **ask, "edit": [{"site": "resid_post.1", "op": "ablate", "vector": "steer"}]})
         assert answer.status_code == 200, answer.text
         manifest = service.manifest(answer.json()["capture"]["id"])
         assert (manifest["status"], manifest["rows"], manifest["edits"][0]["op"]) == ("empty", [], "ablate")
     when = {"probe": "tone", "score": 0, "above": -1e9}
-    answer = httpx.post(f"{url}/v1/chat/completions", timeout=PATIENCE_S, json={
+    answer = httpx.post(f"{url}/v1/chat/completions", json={
         **ask, "max_tokens": 200, "ignore_eos": True, "edit": [{"op": "stop", "when": when}]}).json()
     assert [answer["choices"][0][name] for name in ("finish_reason", "stop_reason")] == ["stop", "probe:tone"], answer
     manifest = service.manifest(answer["capture"]["id"])
@@ -630,7 +626,7 @@ def test_edits_without_a_capture_and_such_as_cannot_be_made(service: Service, po
     for edit, param in (({"op": "turn"}, "edit[0].op"), ({"site": "resid_post.2"}, "edit[0].layers"),
                         ({"op": "add", "vector": "calm"}, "edit[0].vector"), ({"factor": 2}, "edit[0].factor")):
         made = {"site": "resid_post.1", "op": "scale", **edit}
-        refused = httpx.post(f"{url}/v1/chat/completions", timeout=PATIENCE_S, json={
+        refused = httpx.post(f"{url}/v1/chat/completions", json={
             **ask, "edit": [made if made["op"] == "add" else {**made, "by": 2}]})
         error = refused.json()["error"]
         assert refused.status_code == 400 and f"{param} = " in error["message"], refused.text
@@ -705,7 +701,7 @@ def test_responses_and_messages_are_captured(service: Service, port: str, stream
     answer = list(answer)[-1].response if stream else answer
     manifest = here.check(answer.id)
     assert manifest["id"] == answer.model_extra["capture"]["id"] and manifest["total_len"] == answer.usage.total_tokens
-    asked = httpx.post(f"{here.url}/v1/messages", timeout=PATIENCE_S, json={
+    asked = httpx.post(f"{here.url}/v1/messages", json={
         "model": service.model, "max_tokens": 8, "temperature": 0, "stream": stream, "messages": _chat("Which layer?"),
         "tools": [{**tool, "input_schema": {"type": "object"}}], "capture": {"codec": "raw"}})
     assert asked.status_code == 200, asked.text
@@ -715,8 +711,8 @@ def test_responses_and_messages_are_captured(service: Service, port: str, stream
 
 def test_an_id_is_used_once(service: Service) -> None:
     body = {"model": service.model, "prompt": "hi", "max_tokens": 2, "capture": {"id": new_ulid()}}
-    assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
-    again = httpx.post(f"{service.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert httpx.post(f"{service.url}/v1/completions", json=body).status_code == 200
+    again = httpx.post(f"{service.url}/v1/completions", json=body)
     assert again.status_code == 409 and body["capture"]["id"] in again.text  # type: ignore[index]
 
 
@@ -810,7 +806,7 @@ def test_a_stop_with_requests_in_flight(service: Service) -> None:
         while not stopping.is_set():
             ulid = new_ulid()
             with contextlib.suppress(httpx.HTTPError), httpx.stream(
-                "POST", f"{service.url}/v1/completions", timeout=PATIENCE_S, json={
+                "POST", f"{service.url}/v1/completions", json={
                     "model": service.model, "prompt": "The sea", "max_tokens": 900, "temperature": 0,
                     "ignore_eos": True, "stream": True, "capture": {"id": ulid}}) as answer:
                 for number, _ in enumerate(answer.iter_lines()):

@@ -58,7 +58,7 @@ class Serve:
         body = {"model": "tiny", "prompt": "The sea", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
                 "stream": True, "capture": {}}
         try:
-            with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+            with httpx.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         seen.set()
@@ -68,7 +68,7 @@ class Serve:
 
     def complete(self) -> dict[str, Any]:
         """A short completion with a capture, which must come out complete."""
-        answer = httpx.post(f"{self.url}/v1/completions", timeout=PATIENCE_S, json={
+        answer = httpx.post(f"{self.url}/v1/completions", json={
             "model": "tiny", "prompt": "The sea", "max_tokens": 8, "temperature": 0, "capture": {"codec": "raw"}})
         assert answer.status_code == 200, answer.text
         manifest = self.final(answer.json()["capture"]["id"])
@@ -77,8 +77,7 @@ class Serve:
 
     def final(self, ref: str) -> dict[str, Any]:
         """The manifest once the capture is final."""
-        answer = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 30},
-                           timeout=PATIENCE_S)
+        answer = httpx.get(f"{self.url}/v1/captures/{ref}", params={"wait": "complete", "timeout": 30})
         return dict(answer.json())
 
 

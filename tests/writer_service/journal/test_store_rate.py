@@ -11,7 +11,6 @@ import pytest
 
 from schemas.ids import new_ulid
 from schemas.wire.messages import Ack, Ping, StoreState, TapCounters, TapState, encode
-from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import PROGRAMS, Sender, WriterProcess, engine_info, until
 from writer_service.journal.store_rate import StoreRate
 
@@ -123,7 +122,7 @@ def test_a_disk_that_is_slower_than_it_seemed(tmp_path: Path, monkeypatch: pytes
             frame, _ = engine.frame([(capture, 1, range(number * 32, (number + 1) * 32))], codec="raw")
             nbytes = sum(part.nbytes for part in frame.streams)
             if number >= window:
-                engine.wait(engine.seq - window, timeout_s=PATIENCE_S)
+                engine.wait(engine.seq - window)
         engine.wait()
         found = told(engine)
         assert found.measured == "traffic"

@@ -18,7 +18,6 @@ from api.auth.keys import make_key
 from schemas.objects.layout import HEAD
 from tests.support.api_stack import Process
 from tests.support.buckets import Fault, FaultProxy
-from tests.support.processes import PATIENCE_S
 from tests.support.store_helpers import SITE, until
 from tests.vllm_tap.bucket.conftest import Sample, erase, grow
 from vllm_tap.bucket.push import push
@@ -33,8 +32,7 @@ def serving(folder: Path, store: str, *more: str, key: str = "") -> Iterator[htt
     folder.mkdir(exist_ok=True)
     process = Process(["api", "--store", store, "--port", "0", *more], folder / "api.log")
     try:
-        with httpx.Client(base_url=process.wait_ready(), timeout=PATIENCE_S,
-                          headers={"x-api-key": key} if key else None) as client:
+        with httpx.Client(base_url=process.wait_ready(), headers={"x-api-key": key} if key else None) as client:
             yield client
         assert process.stop() == 0
     finally:
